@@ -1,0 +1,47 @@
+"""What the controller tells an engine, and what an engine asks of its pacer.
+
+The plan is data that changes a few times a second; the pacer is code that runs in every step. Policies live in
+`autoscale`; this file fixes only the shapes, so that the engine can be tested with a pacer of three lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.config import PolicyName
+from engine.request import Request
+from engine.step import KReason, StepStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The pace in force. A dead controller leaves the last one."""
+
+    version: int = 0
+    policy: PolicyName = "fixed"
+    max_k: int = 5
+    """Upper bound of K for every request."""
+    max_batch: int = 16
+    """Policy `threshold`: no drafting at this many decoding requests or more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """K for one request in one step, and why."""
+
+    k: int
+    reason: KReason
+
+
+class Pacer(Protocol):
+    """Chooses K per request and step; a pure function of plan, batch and what it has observed."""
+
+    def choose(self, plan: Plan, decodes: Sequence[Request]) -> Sequence[Choice]:
+        """One choice per request, in order; 0 <= k <= plan.max_k."""
+        ...
+
+    def observe(self, stats: StepStats) -> None:
+        """Learn from a finished step."""
+        ...

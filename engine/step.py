@@ -1,0 +1,160 @@
+"""The values that the phases of one step hand to each other: frozen, named, each filled by one phase.
+
+    scheduler -> Batch -> drafter -> Draft -> verifier -> Verdict -> committer -> Delta... -> streams
+                            Batch + Draft -> ForwardPlan -> model runner, on every shard
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.request import Request
+
+KReason = Literal[
+    "plan",  # the policy's own choice
+    "off",  # the policy says no drafting
+    "batch",  # too many decoding requests
+    "acceptance",  # the draft is not being believed
+    "per_request",  # the client capped or disabled it
+    "length",  # max_tokens or the context leaves no room
+    "memory",  # no KV blocks, of target or draft, for more
+    "catch_up",  # the draft is still reading committed tokens
+    "draft_down",  # no living draft
+    "no_match",  # prompt lookup found nothing
+]
+"""Why a request's K in a step is what it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One request's share of a step: rows [start, start + num_tokens) of its tokens, then up to k draft tokens."""
+
+    request: Request
+    start: int
+    """Position of the first row; equals request.num_computed."""
+    num_tokens: int
+    """Committed tokens to compute: 1 for a decode, a chunk for a prefill."""
+    k: int
+    """Draft tokens to ask for; 0 unless `samples`. Blocks for them are reserved."""
+    reason: KReason
+
+    @property
+    def samples(self) -> bool:
+        """Whether the span reaches the end of the committed tokens, so that its last row yields a token."""
+        return self.start + self.num_tokens == len(self.request.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one step computes. Filled by the scheduler."""
+
+    step_id: int
+    spans: tuple[Span, ...]
+    num_waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRow:
+    """The draft for one span."""
+
+    token_ids: tuple[int, ...] = ()
+    """At most span.k target token ids."""
+    probs: torch.Tensor | None = None
+    """[len(token_ids), draft_vocab] float32: the law each token was drawn from. None: each was certain (q is one-hot)."""
+    confidences: tuple[float, ...] = ()
+    """The draft's probability of its most likely token, per position; empty where a method has none."""
+    reason: KReason = "plan"
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Filled by the drafter; rows stand in the order of batch.spans."""
+
+    rows: tuple[DraftRow, ...]
+    vocab: torch.Tensor | None = None
+    """[draft_vocab] int64: target id of each column of `probs`. None: column i is token i."""
+    draft_s: float = 0.0
+    """Seconds the draft computed."""
+    handoff_s: float = 0.0
+    """Seconds between the two processes, both ways."""
+
+
+EmittedKind = Literal["accepted", "recovered", "bonus", "plain"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowVerdict:
+    """What the target says to one span. Filled by the verifier."""
+
+    token_ids: tuple[int, ...] = ()
+    """Accepted draft tokens, then exactly one more; empty for a prefill chunk that does not sample."""
+    num_accepted: int = 0
+    last: EmittedKind | None = None
+    """Origin of the final token: `recovered` after a rejection, `bonus` when all were accepted, `plain` at k = 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Rows stand in the order of batch.spans."""
+
+    rows: tuple[RowVerdict, ...]
+    verify_s: float = 0.0
+    """Seconds of the target's forward."""
+    sample_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPlan:
+    """One forward of a model over S spans with N rows in all, as integers: what every shard needs and no more.
+
+    The same for prefill, decode and verify: span s has q_lens[s] rows, which are the last q_lens[s] of its kv_lens[s] tokens.
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    """[N] row tokens, spans one after the other."""
+    positions: npt.NDArray[np.int32]
+    """[N] position of each row in its request."""
+    slots: npt.NDArray[np.int32]
+    """[N] where each row's K and V go: block_id * block_size + offset."""
+    q_lens: npt.NDArray[np.int32]
+    """[S] rows per span, all >= 1."""
+    kv_lens: npt.NDArray[np.int32]
+    """[S] tokens per span in the cache after this forward, the rows included."""
+    block_tables: npt.NDArray[np.int32]
+    """[S, W] block ids in order, padded with 0."""
+    logit_rows: npt.NDArray[np.int32]
+    """[R] rows whose logits are wanted, ascending."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """What one step did and cost. Filled by the engine, read by the controller and the metrics."""
+
+    step_id: int
+    num_decodes: int
+    num_prefill_tokens: int
+    num_waiting: int
+    num_rows: int
+    context_len: int
+    """Sum over spans of cached tokens."""
+    num_drafted: int
+    num_accepted: int
+    num_emitted: int
+    accepted_by_position: tuple[int, ...]
+    drafted_by_position: tuple[int, ...]
+    """Positions that were reached: those after a rejection are not counted."""
+    k_by_reason: dict[str, int]
+    """Spans that sample, by the reason of their K."""
+    accepted_per_finished: tuple[float, ...]
+    """Mean accepted tokens per drafting step, of each request that finished in this step and was drafted for."""
+    schedule_s: float
+    draft_s: float
+    handoff_s: float
+    verify_s: float
+    sample_s: float
+    step_s: float
