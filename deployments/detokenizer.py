@@ -1,0 +1,205 @@
+"""Token ids to text, one step at a time, and where a stop string cuts it.
+
+Owns the held-back end of a stream: half a UTF-8 character, or text that may still become a stop string. Every class
+here is the state of one request and costs time linear in its tokens. Knows nothing of models, HTTP or the engine.
+
+    token ids -> Detokenizer -> characters -> StopChecker -> text that may be shown
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+REPLACEMENT = "\ufffd"
+FREELY_HELD = 32
+"""Tokens that may be held back before the window decoder spaces out its attempts."""
+
+
+class Detokenizer(Protocol):
+    """Incremental decoding of one request."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text that these tokens complete; never half a character."""
+        ...
+
+    def finish(self) -> str:
+        """What is still held back, with U+FFFD for bytes that never became a character."""
+        ...
+
+
+class ByteDetokenizer:
+    """For byte-level vocabularies: each token is a fixed run of bytes, so a table and a UTF-8 decoder suffice.
+
+    Args:
+        token_bytes: bytes of each token id; empty for tokens that are not shown. Ids beyond it decode to nothing.
+    """
+
+    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        table = self._token_bytes
+        return self._decoder.decode(b"".join([table[i] for i in token_ids if i < len(table)]))
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For any tokenizer: decode a short window twice, with and without the new tokens, and emit the difference.
+
+    The window starts at the tokens that were emitted last, because a token's text may depend on the one before it
+    (a leading space, say). Text that ends in U+FFFD may be half a character and is held back.
+
+        token_ids   x x x x x x | c c | n n n
+                                start   read     emitted text ends at `read`
+
+    With byte-fallback vocabularies a run of byte tokens decodes as a whole. Where invalid bytes follow a valid
+    character in one run, that character has already been shown; a decode of everything at once would replace it too.
+
+    Args:
+        decode: text of a run of token ids, without special tokens.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._token_ids: list[int] = []
+        self._start = 0
+        self._read = 0
+        self._num_held_at_next_try = 0
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        self._token_ids.extend(token_ids)
+        num_held = len(self._token_ids) - self._read
+        if num_held < self._num_held_at_next_try:
+            return ""
+        text = self._new_text()
+        if not text or text.endswith(REPLACEMENT):
+            # A model that emits nothing but U+FFFD would make each attempt longer; spacing them out keeps time linear.
+            self._num_held_at_next_try = num_held + num_held // FREELY_HELD
+            return ""
+        self._advance()
+        return text
+
+    def finish(self) -> str:
+        text = self._new_text()
+        self._advance()
+        return text
+
+    def _new_text(self) -> str:
+        shown = self._decode(self._token_ids[self._start : self._read])
+        return self._decode(self._token_ids[self._start :])[len(shown) :]
+
+    def _advance(self) -> None:
+        self._start, self._read = self._read, len(self._token_ids)
+        self._num_held_at_next_try = 0
+
+
+class _StopString:
+    """How much of one stop string the text so far ends with (Knuth, Morris and Pratt 1977).
+
+    `num_matched` is the length of the longest proper prefix of the stop string that is a suffix of the text.
+    """
+
+    __slots__ = ("_fallback", "num_matched", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.num_matched = 0
+        self._fallback = [0] * len(text)
+        length = 0
+        for i in range(1, len(text)):
+            while length and text[i] != text[length]:
+                length = self._fallback[length - 1]
+            length += text[i] == text[length]
+            self._fallback[i] = length
+
+    def feed(self, char: str) -> bool:
+        """Whether this character completes the stop string."""
+        matched = self.num_matched
+        while matched and char != self.text[matched]:
+            matched = self._fallback[matched - 1]
+        matched += char == self.text[matched]
+        self.num_matched = matched
+        return matched == len(self.text)
+
+
+class StopChecker:
+    """Finds the first stop string to be completed, and holds back text that may become one.
+
+    The result depends on the text alone, never on how it was cut into pieces: the stop string whose last character
+    comes first wins, the longest of those that end there.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [_StopString(stop) for stop in stops]
+        self._held = ""
+        self.is_stopped = False
+
+    def push(self, text: str) -> str:
+        """Text that may be shown: everything before a completed stop string, or before what may become one."""
+        if not self._stops:
+            return text
+        if self.is_stopped:
+            return ""
+        self._held += text
+        offset = len(self._held) - len(text)
+        for position, char in enumerate(text, start=offset + 1):
+            completed = [len(stop.text) for stop in self._stops if stop.feed(char)]
+            if completed:
+                self.is_stopped = True
+                shown, self._held = self._held[: position - max(completed)], ""
+                return shown
+        num_shown = len(self._held) - max(stop.num_matched for stop in self._stops)
+        shown, self._held = self._held[:num_shown], self._held[num_shown:]
+        return shown
+
+    def finish(self) -> str:
+        """What was held back, once no more text can come."""
+        held, self._held = self._held, ""
+        return held
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """What some tokens of one request show."""
+
+    text: str
+    num_tokens: int
+    """Tokens used, the one that completed a stop string included; those after it are not."""
+    is_stopped: bool
+    """A stop string was completed; nothing may follow."""
+
+
+class TextStream:
+    """The text of one request: decoding, then stop strings, token by token where there are any.
+
+    Args:
+        detokenizer: fresh, for this request.
+        stops: stop strings, none empty.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = ()) -> None:
+        self._detokenizer = detokenizer
+        self._checker = StopChecker(stops)
+        self._has_stops = bool(stops)
+
+    def push(self, token_ids: Sequence[int], *, is_last: bool) -> TextPiece:
+        """Add tokens in order; `is_last` says that no more will come, so that nothing stays held back."""
+        if not self._has_stops:
+            text = self._detokenizer.push(token_ids)
+            if is_last:
+                text += self._detokenizer.finish()
+            return TextPiece(text, len(token_ids), is_stopped=False)
+        shown = ""
+        for index, token_id in enumerate(token_ids):
+            shown += self._checker.push(self._detokenizer.push((token_id,)))
+            if self._checker.is_stopped:
+                return TextPiece(shown, index + 1, is_stopped=True)
+        if is_last:
+            shown += self._checker.push(self._detokenizer.finish()) + self._checker.finish()
+        return TextPiece(shown, len(token_ids), is_stopped=self._checker.is_stopped)

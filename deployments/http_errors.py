@@ -1,0 +1,158 @@
+"""Errors on their way to a client: one table from exception to HTTP status and OpenAI's error body.
+
+Owns the table, the few errors that only HTTP knows, and the naming of a bad field. Does not know routes or the engine.
+An exception that is not in the table answers 500 and says nothing of what is inside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from engine.errors import (
+    EngineError,
+    EngineUnavailable,
+    InvalidRequest,
+    PacelineError,
+    QueueFull,
+    RequestError,
+    ShardDown,
+)
+
+UNAVAILABLE_RETRY_S = 5
+"""Seconds after which a client may ask again while the engine starts or is replaced."""
+
+
+class ModelNotFound(InvalidRequest):
+    """No model of that name is served here."""
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt leaves no room in the context."""
+
+
+class BodyTooLarge(RequestError):
+    """The body is over the configured limit."""
+
+
+class UnsupportedMediaType(RequestError):
+    """The body is said to be something other than JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    status: int
+    type: str
+    code: str | None
+
+
+_KINDS: dict[type[Exception], _Kind] = {
+    ModelNotFound: _Kind(404, "invalid_request_error", "model_not_found"),
+    ContextLengthExceeded: _Kind(400, "invalid_request_error", "context_length_exceeded"),
+    InvalidRequest: _Kind(400, "invalid_request_error", None),
+    BodyTooLarge: _Kind(413, "invalid_request_error", "request_too_large"),
+    UnsupportedMediaType: _Kind(415, "invalid_request_error", "unsupported_media_type"),
+    QueueFull: _Kind(429, "rate_limit_error", "queue_full"),
+    RequestError: _Kind(400, "invalid_request_error", None),
+    EngineUnavailable: _Kind(503, "service_unavailable_error", "engine_unavailable"),
+    ShardDown: _Kind(503, "service_unavailable_error", "engine_unavailable"),
+    EngineError: _Kind(500, "server_error", "engine_error"),
+}
+_UNEXPECTED = _Kind(500, "server_error", "internal_error")
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorEnvelope(msgspec.Struct, frozen=True):
+    error: ErrorBody
+
+
+@dataclass(frozen=True, slots=True)
+class HttpError:
+    """One error, ready to be sent as a response or inside a stream."""
+
+    status: int
+    body: bytes
+    """JSON."""
+    headers: Mapping[str, str]
+
+    def response(self) -> Response:
+        return Response(self.body, self.status, headers=self.headers, media_type="application/json")
+
+
+def to_http(error: Exception) -> HttpError:
+    """Status, headers and body for an exception; the nearest class in the table decides."""
+    kind = next((_KINDS[cls] for cls in type(error).__mro__ if cls in _KINDS), _UNEXPECTED)
+    message = str(error) if isinstance(error, PacelineError) and kind is not _UNEXPECTED else "Internal server error"
+    field = error.field if isinstance(error, InvalidRequest) else None
+    headers = {}
+    if isinstance(error, QueueFull):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    elif kind.status == 503:
+        headers["retry-after"] = str(UNAVAILABLE_RETRY_S)
+    return HttpError(kind.status, encode_error(message, kind.type, field, kind.code), headers)
+
+
+def routing_error(status: int, method: str, path: str, headers: Mapping[str, str] | None) -> HttpError:
+    """A request that matches no route (404) or not by this method (405)."""
+    if status == 404:
+        message, code = f"Unknown route: {method} {path}", "unknown_route"
+    elif status == 405:
+        message, code = f"Method {method} is not allowed on {path}", "method_not_allowed"
+    else:
+        message, code = f"The request failed with status {status}", None
+    return HttpError(status, encode_error(message, "invalid_request_error", None, code), dict(headers or {}))
+
+
+def encode_error(message: str, kind: str, param: str | None, code: str | None) -> bytes:
+    return msgspec.json.encode(ErrorEnvelope(ErrorBody(message, kind, param, code)))
+
+
+def from_validation(details: Sequence[Mapping[str, Any]]) -> InvalidRequest:
+    """The first of a body's validation errors, as an error that names its field."""
+    first = details[0]
+    if first["type"] == "json_invalid":
+        return InvalidRequest(f"The body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    context = first.get("ctx", {})
+    field = _field_name(first["loc"]) or context.get("field")
+    if field is None:
+        return InvalidRequest("The body must be a JSON object")
+    return InvalidRequest(_describe(first, field), field=field)
+
+
+def _describe(first: Mapping[str, Any], field: str) -> str:
+    if first["type"] == "missing":
+        return f"Missing required field: {field}"
+    if first["type"] == "extra_forbidden":
+        return f"Unknown field: {field}; this server refuses options that it does not know"
+    if first["type"] == "invalid_value":
+        return f"{field} {first['msg']}"
+    return f"Invalid value for {field}: {first['msg']} (given: {_shorten(first['input'])})"
+
+
+def _field_name(loc: tuple[int | str, ...]) -> str | None:
+    name = ""
+    for part in loc:
+        name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
+    return name or None
+
+
+def _shorten(value: Any, limit: int = 80) -> str:
+    """At most `limit` characters of a client's own value; never a copy of a whole prompt."""
+    if isinstance(value, str | list | dict) and len(value) > limit:
+        return f"{type(value).__name__} of length {len(value)}"
+    try:
+        text = repr(value)
+    except ValueError:  # An integer of more digits than Python prints.
+        return f"a {type(value).__name__} that is too long to print"
+    return text if len(text) <= limit else text[:limit] + "..."

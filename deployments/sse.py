@@ -1,0 +1,92 @@
+"""Server-sent events: a stream of pieces becomes the bytes of an event stream, and the connection carries them.
+
+Owns framing, the order of events, errors in mid-stream, and that the engine's generator is closed the moment the
+client leaves. Does not know what a chunk says (`responses`) or where pieces come from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from deployments.connection import cancel, until_disconnect
+from deployments.http_errors import to_http
+from deployments.responses import AnswerWriter, Piece
+from engine.errors import PacelineError
+
+logger = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+
+
+def frame(data: bytes) -> bytes:
+    """One event. JSON holds no raw line breaks, so one `data:` line carries it."""
+    return b"data: " + data + b"\n\n"
+
+
+async def event_bytes(
+    first: Piece, pieces: AsyncGenerator[Piece, None], writer: AnswerWriter, *, includes_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    """Bytes to send, one item per step: a chunk that carries all text of the step.
+
+    A step that shows nothing and ends nothing gives no event. The last item holds the final chunk, the usage chunk
+    where it was asked for, and [DONE]. An error is an event of its own and the end: no [DONE] after it.
+
+    Args:
+        first: already taken from `pieces`, so that an early error could still become a status line.
+    """
+    piece = first
+    is_first = True
+    try:
+        while piece.finish_reason is None:
+            if piece.text:
+                yield frame(writer.chunk(piece, is_first=is_first, includes_usage=includes_usage))
+                is_first = False
+            piece = await anext(pieces)
+        last = frame(writer.chunk(piece, is_first=is_first, includes_usage=includes_usage))
+        if includes_usage:
+            last += frame(writer.usage_chunk(piece))
+        yield last + DONE
+    except PacelineError as error:
+        yield frame(to_http(error).body)
+    except Exception as error:
+        logger.exception("stream %s failed", writer.answer_id)
+        yield frame(to_http(error).body)
+    finally:
+        await pieces.aclose()
+
+
+class EventStreamResponse(StreamingResponse):
+    """Sends an event stream and closes `content` at once when the client leaves or the task is cancelled.
+
+    The base class leaves a generator that is suspended between two items to the garbage
+    collector; a request in an engine cannot wait for that.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, content: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(content, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._content = content
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        del scope
+        sending = asyncio.ensure_future(self._send(send))
+        watching = asyncio.ensure_future(until_disconnect(receive))
+        try:
+            await asyncio.wait((sending, watching), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            await cancel(sending, watching)
+            await self._content.aclose()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for data in self._content:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
