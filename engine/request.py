@@ -88,6 +88,8 @@ class Request:
     num_cached: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    num_draft_steps: int = 0
+    """Verdicts over at least one draft token."""
     num_steps: int = 0
     """Verdicts so far; makes draft draws of different steps independent."""
     finish_reason: FinishReason | None = None

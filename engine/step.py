@@ -1,7 +1,7 @@
 """The values that the phases of one step hand to each other: frozen, named, each filled by one phase.
 
-    scheduler -> Batch -> drafter -> Draft -> verifier -> Verdict -> committer -> Delta... -> streams
-                            Batch + Draft -> ForwardPlan -> model runner, on every shard
+scheduler -> Batch -> drafter -> Draft -> verifier -> Verdict -> committer -> Delta... -> streams
+                        Batch + Draft -> ForwardPlan -> model runner, on every shard
 """
 
 from __future__ import annotations
@@ -41,12 +41,9 @@ class Span:
     """Committed tokens to compute: 1 for a decode, a chunk for a prefill."""
     k: int
     """Draft tokens to ask for; 0 unless `samples`. Blocks for them are reserved."""
+    samples: bool
+    """Whether it reaches the end of the committed tokens, so that its last row yields a token."""
     reason: KReason
-
-    @property
-    def samples(self) -> bool:
-        """Whether the span reaches the end of the committed tokens, so that its last row yields a token."""
-        return self.start + self.num_tokens == len(self.request.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +62,7 @@ class DraftRow:
     token_ids: tuple[int, ...] = ()
     """At most span.k target token ids."""
     probs: torch.Tensor | None = None
-    """[len(token_ids), draft_vocab] float32: the law each token was drawn from. None: each was certain (q is one-hot)."""
+    """[len(token_ids), draft_vocab] float32: the law each token was drawn from; None: each was certain (q is one-hot)."""
     confidences: tuple[float, ...] = ()
     """The draft's probability of its most likely token, per position; empty where a method has none."""
     reason: KReason = "plan"
@@ -112,7 +109,7 @@ class Verdict:
 class ForwardPlan:
     """One forward of a model over S spans with N rows in all, as integers: what every shard needs and no more.
 
-    The same for prefill, decode and verify: span s has q_lens[s] rows, which are the last q_lens[s] of its kv_lens[s] tokens.
+    The same for prefill, decode and verify: the rows of span s are the last q_lens[s] of its kv_lens[s] tokens.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -151,7 +148,7 @@ class StepStats:
     k_by_reason: dict[str, int]
     """Spans that sample, by the reason of their K."""
     accepted_per_finished: tuple[float, ...]
-    """Mean accepted tokens per drafting step, of each request that finished in this step and was drafted for."""
+    """Of each request that finished in this step and was drafted for: accepted tokens per step that drafted."""
     schedule_s: float
     draft_s: float
     handoff_s: float

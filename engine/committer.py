@@ -1,0 +1,76 @@
+"""Turns verdicts into facts: appends tokens, finishes requests, rolls back what was drafted in vain.
+
+Owns every change of a request's tokens and of what counts as computed. State advances per emitted token, in order, so
+that nothing after a stop token is ever seen. Knows no logits and no draft distributions.
+"""
+
+from __future__ import annotations
+
+from engine.block_pool import BlockPool
+from engine.request import Delta, FinishReason, Request
+from engine.scheduler import Scheduler
+from engine.step import Batch, Draft, RowVerdict, Span, Verdict
+
+
+class Committer:
+    """Commits one step's verdicts.
+
+    Args:
+        pool: the target's KV blocks; truncated to what was accepted.
+        scheduler: told of requests that finish.
+        max_model_len: longest prompt + output, tokens.
+    """
+
+    def __init__(self, pool: BlockPool, scheduler: Scheduler, *, max_model_len: int) -> None:
+        self._pool = pool
+        self._scheduler = scheduler
+        self._max_model_len = max_model_len
+
+    def commit(self, batch: Batch, draft: Draft, verdict: Verdict) -> tuple[Delta, ...]:
+        """Apply the verdict; one delta for each request that emitted tokens."""
+        deltas = []
+        for span, drafted, row in zip(batch.spans, draft.rows, verdict.rows, strict=True):
+            if not span.samples:
+                span.request.num_computed = span.start + span.num_tokens
+                self._pool.register(span.request)
+                continue
+            deltas.append(self._commit_row(span, len(drafted.token_ids), row))
+        return tuple(deltas)
+
+    def _commit_row(self, span: Span, num_drafted: int, row: RowVerdict) -> Delta:
+        request = span.request
+        emitted: list[int] = []
+        for token in row.token_ids:
+            request.tokens.append(token)
+            emitted.append(token)
+            request.finish_reason = self._finish_reason(request, token)
+            if request.finish_reason is not None:
+                break
+        num_accepted = min(row.num_accepted, len(emitted))
+        # KV is valid for the committed rows and for the accepted drafts; the last emitted token has none yet.
+        request.num_computed = min(span.start + span.num_tokens + num_accepted, len(request.tokens) - 1)
+        request.num_drafted += num_drafted
+        request.num_accepted += num_accepted
+        request.num_steps += 1
+        request.num_draft_steps += num_drafted > 0
+        self._pool.register(request)
+        if request.finish_reason is None:
+            self._pool.trim(request, len(request.tokens))
+        else:
+            self._scheduler.remove(request)
+        return Delta(
+            request_id=request.submit.request_id,
+            token_ids=tuple(emitted),
+            finish_reason=request.finish_reason,
+            num_cached=request.num_cached,
+            num_drafted=request.num_drafted,
+            num_accepted=request.num_accepted,
+        )
+
+    def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
+        sampling = request.submit.sampling
+        if token in sampling.stop_token_ids:
+            return "stop"
+        if request.num_generated >= sampling.max_tokens or len(request.tokens) >= self._max_model_len:
+            return "length"
+        return None

@@ -1,0 +1,159 @@
+"""Drafting by a model in another process: the target's side of the DraftBuffer.
+
+Owns what the draft has been told so far, per request, and what happens when it falls silent: K = 0 for everybody, the
+reason reported once, everything told anew to the next draft. Knows nothing of the model behind the buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from engine.draft_protocol import Answer, AnswerRow, OrderRow
+from engine.drafter import empty_rows
+from engine.errors import DraftDown
+from engine.sampling import Law
+from engine.step import Batch, Draft, DraftRow, Span
+
+
+class DraftLink(Protocol):
+    """The target's end of a draft buffer."""
+
+    @property
+    def probs(self) -> torch.Tensor:
+        """[max_rows, max_k, draft_vocab] float32, valid until the next `ask`."""
+        ...
+
+    def ask(self, rows: Sequence[OrderRow], released: Sequence[int] = (), *, deadline_s: float) -> Answer:
+        """Raises DraftDown when the draft is dead or hung."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class RemoteDrafter:
+    """Method `draft_model`.
+
+    Args:
+        vocab: [draft_vocab] int64 target ids of the draft's columns, or None when they are the same.
+        max_feed: committed tokens that one order may carry; longer ones are caught up over several steps.
+        max_released: request keys that one order may carry.
+        deadline_s: a draft that has not answered by then counts as hung.
+        on_down: told why, once, in the loop's thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab: torch.Tensor | None,
+        max_feed: int,
+        max_released: int,
+        deadline_s: float,
+        on_down: Callable[[str], None],
+    ) -> None:
+        self._vocab = vocab
+        self._max_feed = max_feed
+        self._max_released = max_released
+        self._deadline_s = deadline_s
+        self._on_down = on_down
+        self._end: DraftLink | None = None
+        self._sent: dict[int, int] = {}  # request key -> committed tokens the draft knows
+        self._refused: set[int] = set()  # requests the draft had no memory for, until something is freed
+        self._released: list[int] = []
+
+    @property
+    def is_up(self) -> bool:
+        return self._end is not None
+
+    def attach(self, end: DraftLink) -> None:
+        """Draft through this end from the next step on. Call in the loop's thread."""
+        self.detach()
+        self._end = end
+
+    def detach(self) -> None:
+        """Stop drafting and close the end. Call in the loop's thread."""
+        if self._end is not None:
+            self._end.close()
+        self._end = None
+        self._sent.clear()
+        self._refused.clear()
+        self._released.clear()
+
+    def forget(self, keys: Sequence[int]) -> None:
+        self._released += [key for key in keys if self._sent.pop(key, None) is not None]
+        self._refused.clear()
+
+    def draft(self, batch: Batch) -> Draft:
+        rows = empty_rows(batch)
+        asked = [index for index, span in enumerate(batch.spans) if span.k > 0]
+        if not asked:
+            return Draft(tuple(rows))
+        if self._end is None:
+            for index in asked:
+                rows[index] = DraftRow(reason="draft_down")
+            return Draft(tuple(rows))
+        for index in [index for index in asked if batch.spans[index].request.key in self._refused]:
+            rows[index] = DraftRow(reason="memory")
+            asked.remove(index)
+        if not asked:
+            return Draft(tuple(rows))
+        orders = self._orders([batch.spans[index] for index in asked])
+        released = self._released[: self._max_released]
+        try:
+            answer = self._end.ask(orders, released, deadline_s=self._deadline_s)
+        except DraftDown as error:
+            self.detach()
+            self._on_down(str(error))
+            for index in asked:
+                rows[index] = DraftRow(reason="draft_down")
+            return Draft(tuple(rows))
+        del self._released[: len(released)]
+        probs = self._end.probs
+        for place, (index, order, answered) in enumerate(zip(asked, orders, answer.rows, strict=True)):
+            rows[index] = self._row(batch.spans[index], order, answered, probs[place])
+        return Draft(tuple(rows), self._vocab, draft_s=answer.draft_s, handoff_s=answer.handoff_s)
+
+    def _orders(self, spans: Sequence[Span]) -> list[OrderRow]:
+        """What to tell the draft: the committed tokens it does not know yet, as many as fit in one order."""
+        room = self._max_feed
+        orders = []
+        for span in spans:
+            request = span.request
+            start = self._sent.get(request.key, 0)
+            feed = tuple(request.tokens[start : start + room])
+            room -= len(feed)
+            caught_up = start + len(feed) == len(request.tokens)
+            law = Law.of(request)
+            orders.append(
+                OrderRow(
+                    key=request.key,
+                    start=start,
+                    feed=feed,
+                    k=span.k if caught_up else 0,
+                    temperature=law.temperature,
+                    top_p=law.top_p,
+                    stream_key=law.stream_key,
+                    attempt=law.attempt,
+                    coupled=law.coupled,
+                )
+            )
+        return orders
+
+    def _row(self, span: Span, order: OrderRow, answered: AnswerRow, probs: torch.Tensor) -> DraftRow:
+        key = span.request.key
+        if answered.reason == "memory":
+            self._refused.add(key)
+            self._sent.pop(key, None)
+            return DraftRow(reason="memory")
+        self._sent[key] = order.start + len(order.feed)
+        if order.k == 0:
+            return DraftRow(reason="catch_up")
+        drafted = len(answered.token_ids)
+        return DraftRow(
+            token_ids=answered.token_ids,
+            probs=probs[:drafted] if answered.has_probs else None,
+            confidences=answered.confidences,
+            reason=span.reason if answered.reason == "plan" else answered.reason,
+        )

@@ -1,0 +1,219 @@
+"""The step loop: five phases in order, and the inbox that feeds them.
+
+Owns the life of each request from submit to its last delta. Everything that differs between a test of ten tokens and a
+sharded 70B model (forward, drafter, sink, pacer) is injected. One thread runs the loop; others only use the inbox.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from engine.committer import Committer
+from engine.drafter import Drafter
+from engine.plan import Pacer, Plan
+from engine.request import Delta, Request, Submit
+from engine.scheduler import Scheduler
+from engine.step import Batch, Draft, StepStats, Verdict
+from engine.streams import Streams
+from engine.verifier import Verifier
+
+_IDLE_WAIT_S = 0.2
+_log = logging.getLogger(__name__)
+
+Command = Callable[[], None]
+
+
+class PlanSlot:
+    """Holds the plan in force; whoever hears from the controller sets it, the loop reads it."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.current = plan
+
+
+class Engine:
+    """Continuous batching with drafting.
+
+    Args:
+        scheduler, drafter, verifier, committer, streams: the five phases, sharing one block pool.
+        pacer: told of every step.
+        observers: called with each step's stats, in the loop's thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        drafter: Drafter,
+        verifier: Verifier,
+        committer: Committer,
+        streams: Streams,
+        pacer: Pacer,
+        observers: Sequence[Callable[[StepStats], None]] = (),
+    ) -> None:
+        self.scheduler = scheduler
+        self.drafter = drafter
+        self.verifier = verifier
+        self.committer = committer
+        self.streams = streams
+        self._pacer = pacer
+        self._observers = tuple(observers)
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._by_id: dict[str, Request] = {}
+        self._next_key = 1
+
+    def submit(self, submit: Submit) -> None:
+        """Queue a request. Thread-safe; its deltas come through the streams."""
+        self._inbox.put(lambda: self._add(submit))
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; unknown or finished ids are ignored. Thread-safe."""
+        self._inbox.put(lambda: self._abort(request_id))
+
+    def call(self, command: Command) -> None:
+        """Run something between two steps, in the loop's thread. Thread-safe."""
+        self._inbox.put(command)
+
+    def run(self, stop: threading.Event) -> None:
+        """Step until `stop` is set.
+
+        Raises:
+            ShardDown: a target shard is gone; every request has been ended with an error delta.
+        """
+        try:
+            while not stop.is_set():
+                self._drain(wait=not self.scheduler.has_work)
+                if self.scheduler.has_work:
+                    self.step()
+        except BaseException as error:
+            self._fail_all(error)
+            raise
+
+    def step(self) -> None:
+        """One pass of the loop. Call from one thread only."""
+        begin = time.perf_counter()
+        batch = self.scheduler.schedule()
+        if not batch.spans:
+            return
+        scheduled = time.perf_counter()
+        draft = self.drafter.draft(batch)
+        verdict = self.verifier.verify(batch, draft)
+        deltas = self.committer.commit(batch, draft, verdict)
+        self.streams.publish(deltas)
+        self._close(batch)
+        schedule_s, step_s = scheduled - begin, time.perf_counter() - begin
+        stats = step_stats(batch, draft, verdict, deltas, schedule_s=schedule_s, step_s=step_s)
+        self._pacer.observe(stats)
+        for observe in self._observers:
+            observe(stats)
+
+    def drain(self) -> None:
+        """Apply everything in the inbox without waiting; for callers that step by themselves."""
+        self._drain(wait=False)
+
+    def _drain(self, *, wait: bool) -> None:
+        try:
+            command = self._inbox.get(timeout=_IDLE_WAIT_S) if wait else self._inbox.get_nowait()
+            while True:
+                command()
+                command = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _add(self, submit: Submit) -> None:
+        seed = submit.sampling.seed
+        request = Request(
+            submit=submit,
+            key=self._next_key,
+            stream_key=secrets.randbits(64) if seed is None else seed & (2**64 - 1),
+            tokens=list(submit.prompt),
+            arrival_s=time.monotonic(),
+        )
+        self._next_key += 1
+        self._by_id[submit.request_id] = request
+        self.scheduler.add(request)
+
+    def _abort(self, request_id: str) -> None:
+        request = self._by_id.pop(request_id, None)
+        if request is None:
+            return
+        request.finish_reason = "abort"
+        self.scheduler.remove(request)
+        self.drafter.forget([request.key])
+        self.streams.publish([_last_delta(request, None)])
+
+    def _close(self, batch: Batch) -> None:
+        """Forget the requests that this step finished."""
+        ended = [span.request for span in batch.spans if span.request.finish_reason is not None]
+        for request in ended:
+            del self._by_id[request.submit.request_id]
+        if ended:
+            self.drafter.forget([request.key for request in ended])
+
+    def _fail_all(self, error: BaseException) -> None:
+        """End every request with one error delta; nothing is left hanging."""
+        _log.error("engine stops: %s", error)
+        self._drain(wait=False)
+        for request in self._by_id.values():
+            request.finish_reason = "error"
+            self.scheduler.remove(request)
+        self.streams.publish([_last_delta(request, "the engine stopped") for request in self._by_id.values()])
+        self._by_id.clear()
+
+
+def _last_delta(request: Request, error: str | None) -> Delta:
+    return Delta(
+        request_id=request.submit.request_id,
+        token_ids=(),
+        finish_reason=request.finish_reason,
+        error=error,
+        num_cached=request.num_cached,
+        num_drafted=request.num_drafted,
+        num_accepted=request.num_accepted,
+    )
+
+
+def step_stats(
+    batch: Batch, draft: Draft, verdict: Verdict, deltas: Sequence[Delta], *, schedule_s: float, step_s: float
+) -> StepStats:
+    """Count what a step did. Positions after a rejection were never reached and count as neither."""
+    width = max((len(row.token_ids) for row in draft.rows), default=0)
+    accepted, reached = [0] * width, [0] * width
+    k_by_reason: dict[str, int] = {}
+    accepted_means = []
+    num_prefill = 0
+    for span, drafted, row in zip(batch.spans, draft.rows, verdict.rows, strict=True):
+        num_prefill += span.num_tokens if span.num_tokens > 1 else 0
+        for j in range(min(row.num_accepted + 1, len(drafted.token_ids))):
+            reached[j] += 1
+            accepted[j] += j < row.num_accepted
+        if span.samples:
+            k_by_reason[drafted.reason] = k_by_reason.get(drafted.reason, 0) + 1
+        request = span.request
+        if request.finish_reason is not None and request.num_draft_steps:
+            accepted_means.append(request.num_accepted / request.num_draft_steps)
+    return StepStats(
+        step_id=batch.step_id,
+        num_decodes=sum(span.num_tokens == 1 for span in batch.spans),
+        num_prefill_tokens=num_prefill,
+        num_waiting=batch.num_waiting,
+        num_rows=sum(span.num_tokens for span in batch.spans) + sum(len(row.token_ids) for row in draft.rows),
+        context_len=sum(span.start for span in batch.spans),
+        num_drafted=sum(len(row.token_ids) for row in draft.rows),
+        num_accepted=sum(row.num_accepted for row in verdict.rows),
+        num_emitted=sum(len(delta.token_ids) for delta in deltas),
+        accepted_by_position=tuple(accepted),
+        drafted_by_position=tuple(reached),
+        k_by_reason=k_by_reason,
+        accepted_per_finished=tuple(accepted_means),
+        schedule_s=schedule_s,
+        draft_s=draft.draft_s,
+        handoff_s=draft.handoff_s,
+        verify_s=verdict.verify_s,
+        sample_s=verdict.sample_s,
+        step_s=step_s,
+    )

@@ -1,0 +1,69 @@
+"""Lays spans of different lengths side by side as the integers of one forward.
+
+Owns the mapping from tokens and blocks to rows and slots, for target and draft alike. Knows no tensor and no model.
+
+    spans    [c c c c c c] [c d d d] [c]        c committed, d drafted
+    rows      0 1 2 3 4 5   6 7 8 9  10
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.step import Batch, Draft, ForwardPlan
+
+Forward = Callable[[ForwardPlan], torch.Tensor]
+"""A model over its cache: plan in, logits [R, vocab] float32 out."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpanRows:
+    """One span of a forward, before it is packed with the others."""
+
+    token_ids: Sequence[int]
+    """Tokens of its rows."""
+    start: int
+    """Position of the first."""
+    block_ids: Sequence[int]
+    num_logits: int
+    """The last so many rows need logits."""
+
+
+def pack_spans(spans: Sequence[SpanRows], block_size: int) -> ForwardPlan:
+    """The integers of a forward over these spans."""
+    q_lens = np.array([len(span.token_ids) for span in spans], dtype=np.int32)
+    starts = np.array([span.start for span in spans], dtype=np.int32)
+    tables = np.zeros((len(spans), max(len(span.block_ids) for span in spans)), dtype=np.int32)
+    logit_rows: list[int] = []
+    token_ids: list[int] = []
+    for index, span in enumerate(spans):
+        tables[index, : len(span.block_ids)] = span.block_ids
+        token_ids += span.token_ids
+        logit_rows += range(len(token_ids) - span.num_logits, len(token_ids))
+    owner = np.repeat(np.arange(len(spans)), q_lens)  # [N] span of each row
+    first_row = np.cumsum(q_lens) - q_lens
+    positions = (np.arange(len(token_ids)) - first_row[owner] + starts[owner]).astype(np.int32)
+    slots = tables[owner, positions // block_size] * block_size + positions % block_size
+    return ForwardPlan(
+        token_ids=np.array(token_ids, dtype=np.int32),
+        positions=positions,
+        slots=slots.astype(np.int32),
+        q_lens=q_lens,
+        kv_lens=starts + q_lens,
+        block_tables=tables,
+        logit_rows=np.array(logit_rows, dtype=np.int32),
+    )
+
+
+def plan_forward(batch: Batch, draft: Draft, block_size: int) -> ForwardPlan:
+    """The target's forward of one step: per span its committed rows, then its drafts."""
+    spans = []
+    for span, row in zip(batch.spans, draft.rows, strict=True):
+        committed = span.request.tokens[span.start : span.start + span.num_tokens]
+        num_logits = len(row.token_ids) + 1 if span.samples else 0
+        spans.append(SpanRows([*committed, *row.token_ids], span.start, span.request.block_ids, num_logits))
+    return pack_spans(spans, block_size)

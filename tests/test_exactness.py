@@ -1,0 +1,152 @@
+"""The output law with drafting is the output law without it: chi-square on a toy vocabulary.
+
+Odds: each test compares a statistic with its 1 - 1e-6 quantile, so a right implementation fails about once in a million
+runs per test; the draws of unseeded requests are fresh in each run.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from fakes import FixedPacer, RandomPacer, ToyEngine, ToyModel, toy_drafter
+from reference import target_law
+from scipy.stats import chisquare
+
+from engine.drafter import Drafter, NoDrafter
+from engine.drafters.ngram import NgramDrafter
+from engine.request import SamplingParams, Submit
+from engine.sampling import Law, Purpose, draw, gumbel, stream_seed, warp
+
+VOCAB = 5
+ODDS = 1e-6
+NUM_TOKENS = 3
+PROMPT = (0, 1, 0, 1, 0)
+
+
+def exact_law(target: ToyModel, sampling: SamplingParams) -> dict[tuple[int, ...], float]:
+    """Probability of each sequence of NUM_TOKENS tokens after the prompt."""
+    law = {}
+    for sequence in itertools.product(range(VOCAB), repeat=NUM_TOKENS):
+        mass, tokens = 1.0, list(PROMPT)
+        for token in sequence:
+            mass *= target_law(target.logits_after(tokens), sampling)[token]
+            tokens.append(token)
+        law[sequence] = mass
+    return law
+
+
+def p_value(counts: dict[tuple[int, ...], int], law: dict[tuple[int, ...], float]) -> float:
+    """Chi-square with cells of small expectation pooled; any impossible outcome gives 0."""
+    total = sum(counts.values())
+    if any(law[sequence] == 0 for sequence in counts):
+        return 0.0
+    cells = sorted(((law[s] * total, counts.get(s, 0)) for s in law if law[s] > 0), reverse=True)
+    big = [cell for cell in cells if cell[0] >= 8]
+    rest = [cell for cell in cells if cell[0] < 8]
+    if rest:
+        big.append((sum(c[0] for c in rest), sum(c[1] for c in rest)))
+    expected, observed = (np.array(column, dtype=float) for column in zip(*big, strict=True))
+    return float(chisquare(observed, expected * observed.sum() / expected.sum()).pvalue)
+
+
+def sample(
+    target: ToyModel, drafter: Drafter, sampling: SamplingParams, *, seeded: bool, runs: int
+) -> dict[tuple[int, ...], int]:
+    engine = ToyEngine(target, drafter, RandomPacer(11, max_k=4), max_num_requests=16, max_step_tokens=128)
+    submits = [
+        Submit(
+            request_id=f"r{i}",
+            prompt=PROMPT,
+            sampling=SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                max_tokens=NUM_TOKENS,
+                seed=i if seeded else None,
+            ),
+        )
+        for i in range(runs)
+    ]
+    counts: dict[tuple[int, ...], int] = {}
+    for tokens in engine.run(submits).values():
+        counts[tuple(tokens)] = counts.get(tuple(tokens), 0) + 1
+    return counts
+
+
+def drafter_of(method: str) -> Drafter:
+    if method == "none":
+        return NoDrafter()
+    if method == "ngram":
+        return NgramDrafter(min_size=1, max_size=2)
+    if method == "draft_model":
+        return toy_drafter(ToyModel(vocab_size=VOCAB, seed=9, blend=0.5))
+    return toy_drafter(ToyModel(vocab_size=VOCAB, columns=3, seed=9), vocab=torch.tensor([4, 0, 2]))
+
+
+@pytest.mark.parametrize("seeded", [False, True], ids=["rejection", "coupled"])
+@pytest.mark.parametrize("method", ["none", "ngram", "draft_model", "draft_model_reduced"])
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.8)])
+def test_emitted_tokens_follow_the_target(method: str, temperature: float, top_p: float, seeded: bool) -> None:
+    target = ToyModel(vocab_size=VOCAB)
+    sampling = SamplingParams(temperature=temperature, top_p=top_p)
+    counts = sample(target, drafter_of(method), sampling, seeded=seeded, runs=1500)
+    assert p_value(counts, exact_law(target, sampling)) > ODDS
+
+
+def test_the_chi_square_sees_a_wrong_law() -> None:
+    """The test above can fail: the draft's own tokens are not the target's law."""
+    sampling = SamplingParams(temperature=1.0)
+    target, draft = ToyModel(vocab_size=VOCAB), ToyModel(vocab_size=VOCAB, seed=9, blend=0.5)
+    counts = sample(draft, NoDrafter(), sampling, seeded=False, runs=1500)
+    assert p_value(counts, exact_law(target, sampling)) < ODDS
+
+
+def test_equal_seeds_give_equal_tokens_for_every_method_and_k() -> None:
+    target = ToyModel(vocab_size=VOCAB)
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=50, seed=123)
+    seen = set()
+    for method in ("none", "ngram", "draft_model", "draft_model_reduced"):
+        for k in (0, 1, 4):
+            engine = ToyEngine(target, drafter_of(method), FixedPacer(k))
+            seen.add(tuple(engine.run([Submit(request_id="r", prompt=PROMPT, sampling=sampling)])["r"]))
+    assert len(seen) == 1
+
+
+def test_different_seeds_differ() -> None:
+    target = ToyModel(vocab_size=VOCAB)
+    engine = ToyEngine(target, NoDrafter(), FixedPacer(0))
+    submits = [
+        Submit(request_id=f"r{i}", prompt=PROMPT, sampling=SamplingParams(temperature=1.0, max_tokens=30, seed=i))
+        for i in range(8)
+    ]
+    assert len({tuple(tokens) for tokens in engine.run(submits).values()}) == 8
+
+
+def test_coupling_accepts_more_than_independent_draws_would() -> None:
+    """Shared noise is what makes seeded drafts worth it: P(same) >= (1 - TV) / (1 + TV)."""
+    rng = np.random.default_rng(0)
+    logits = torch.tensor(rng.normal(size=(2, 40)) * 1.5, dtype=torch.float32)
+    logits[1] = logits[0] + 0.4 * logits[1]
+    law = Law(1.0, 1.0, 7, 0, True)
+    p, q = warp(logits, [law, law])
+    ids = torch.arange(40)
+    runs = 4000
+    noise = gumbel([stream_seed(7, i, Purpose.TOKEN, 0) for i in range(runs)], ids)
+    same = (draw(p.repeat(runs, 1), noise.clone()) == draw(q.repeat(runs, 1), noise.clone())).float().mean().item()
+    distance = 0.5 * (p - q).abs().sum().item()
+    bound = (1 - distance) / (1 + distance)
+    assert same > bound - 5 * (bound * (1 - bound) / runs) ** 0.5
+
+
+def test_gumbel_noise_is_standard_and_independent_of_the_shape_it_is_asked_for() -> None:
+    seeds = [stream_seed(3, i, Purpose.TOKEN, 0) for i in range(64)]
+    noise = gumbel(seeds, torch.arange(4096))
+    assert abs(noise.mean().item() - 0.5772) < 0.02
+    assert abs(noise.var().item() - np.pi**2 / 6) < 0.05
+    some = torch.tensor([5, 4000, 17])
+    assert torch.equal(gumbel(seeds[9:10], some)[0], noise[9, some])
+    correlation = np.corrcoef(noise.numpy())
+    np.fill_diagonal(correlation, 0)
+    assert np.abs(correlation).max() < 0.1
