@@ -1,0 +1,69 @@
+"""What the two ends of a draft buffer share: the handle that is passed once, and where the probabilities lie.
+
+Owns the handle's shape, the size of the host memory, and the payload in host memory with its (empty) ordering; the
+payload on a GPU is in `engine.cuda_ipc`. Knows nothing of orders, answers or waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from engine.cuda_ipc import CudaExport
+from engine.draft_block import block_bytes
+from engine.draft_protocol import BufferSpec
+from engine.shared_memory import Rendezvous, SharedMemory
+
+_PAGE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class BufferHandle:
+    """All that the draft process needs to open its end; picklable."""
+
+    transport: Literal["shared_memory", "cuda_ipc"]
+    node_id: str
+    gpu_uuid: str | None
+    epoch: int
+    spec: BufferSpec
+    rendezvous: Rendezvous
+    cuda: CudaExport | None
+
+
+class Payload(Protocol):
+    """Where the probabilities lie, and how work on them is ordered."""
+
+    @property
+    def memory(self) -> torch.Tensor: ...
+    def publish(self) -> None: ...
+    def acquire(self) -> None: ...
+
+
+class HostPayload:
+    """Probabilities in the memory that both map: ordered by the sequence words alone."""
+
+    def __init__(self, memory: SharedMemory, spec: BufferSpec) -> None:
+        self.memory = torch.frombuffer(
+            memory.buffer, dtype=torch.uint8, count=spec.payload_bytes, offset=_payload_offset(spec)
+        )
+
+    def publish(self) -> None:
+        """Nothing to do: stores are seen in order."""
+
+    def acquire(self) -> None:
+        """Nothing to do: loads are done in order."""
+
+
+def _payload_offset(spec: BufferSpec) -> int:
+    return -(-block_bytes(spec) // _PAGE) * _PAGE
+
+
+def host_bytes(spec: BufferSpec, *, on_gpu: bool) -> int:
+    return _payload_offset(spec) + (0 if on_gpu else spec.payload_bytes)
+
+
+def as_probs(memory: torch.Tensor, spec: BufferSpec) -> torch.Tensor:
+    flat = memory[: spec.payload_bytes].view(torch.float32)
+    return flat.view(spec.max_rows, spec.max_k, spec.draft_vocab)

@@ -1,0 +1,135 @@
+"""What the target and the draft say to each other in a step, as frozen values that check themselves.
+
+Owns the order (which requests, which new committed tokens, how many to draft), the answer, and the capacity of the
+buffer between them. Knows neither how they are laid out in memory (`engine.draft_block`) nor who waits for whom.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import get_args
+
+from engine.errors import ConfigError
+from engine.step import KReason
+
+REASONS: tuple[KReason, ...] = get_args(KReason)
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSpec:
+    """Capacity of a draft buffer; both sides must agree on it.
+
+    Raises:
+        ConfigError: a size below 1.
+    """
+
+    max_rows: int
+    """Requests in one order."""
+    max_k: int
+    """Draft tokens per request and order."""
+    max_feed: int
+    """Committed tokens that one order can carry, all rows together."""
+    max_released: int
+    """Requests that one order can release."""
+    draft_vocab: int
+    """Columns of the probabilities."""
+    target_vocab: int | None = None
+    """Token ids are below this; None: below draft_vocab."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value is not None and value < 1:
+                raise ConfigError(f"buffer {item.name}: {value} given, allowed is 1 or more")
+
+    @property
+    def vocab(self) -> int:
+        """Bound of every token id."""
+        return self.draft_vocab if self.target_vocab is None else self.target_vocab
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the probabilities, float32 [max_rows, max_k, draft_vocab]."""
+        return 4 * self.max_rows * self.max_k * self.draft_vocab
+
+
+@dataclass(frozen=True, slots=True)
+class OrderRow:
+    """What the draft shall do for one request.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    key: int
+    """int64 number of the request."""
+    start: int
+    """Committed tokens sent before for this request; 0: new or restarted, forget what you had."""
+    feed: tuple[int, ...]
+    """Committed tokens from `start` on: the last verdict's, or a chunk of a long prompt; may be empty."""
+    k: int
+    """Tokens to draft after the feed."""
+    temperature: float
+    top_p: float
+    stream_key: int
+    """uint64 key of the request's random stream."""
+    attempt: int
+    """int64; makes draws of different steps at one position independent."""
+    coupled: bool
+    """Draw with the target's own random numbers, so that equal laws give equal tokens."""
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.k < 0 or not 0 <= self.stream_key < 2**64:
+            raise ValueError(f"order row {self.key}: start {self.start}, k {self.k} or stream key out of range")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0 and 0 < self.top_p <= 1):
+            raise ValueError(f"order row {self.key}: temperature {self.temperature} or top_p {self.top_p} out of range")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One step's demand, as the draft receives it."""
+
+    epoch: int
+    seq: int
+    rows: tuple[OrderRow, ...]
+    released: tuple[int, ...]
+    """Keys of requests that are over: free what they hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRow:
+    """The draft for one order row.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    """At most k target token ids."""
+    confidences: tuple[float, ...] = ()
+    """Per token, the draft's probability of its most likely one; empty where a method has none."""
+    has_probs: bool = False
+    """Whether probs[row, :len(token_ids)] holds the law that each token was drawn from."""
+    reason: KReason = "plan"
+
+    def __post_init__(self) -> None:
+        if self.confidences and len(self.confidences) != len(self.token_ids):
+            raise ValueError(f"answer row: {len(self.confidences)} confidences for {len(self.token_ids)} tokens")
+        if not all(0.0 <= confidence <= 1.001 for confidence in self.confidences):
+            raise ValueError(f"answer row: confidences {self.confidences} not all within 0 and 1")
+        if self.reason not in REASONS:
+            raise ValueError(f"answer row: reason {self.reason!r} given, allowed are {', '.join(REASONS)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Rows stand in the order of the demand. The probabilities stay in the buffer, until the next order."""
+
+    epoch: int
+    seq: int
+    rows: tuple[AnswerRow, ...]
+    draft_s: float
+    """Seconds the draft says it computed."""
+    handoff_s: float = 0.0
+    """Seconds of the round trip beyond that. Filled by the target's end."""
