@@ -1,0 +1,179 @@
+"""Reading a GGUF file: its metadata and its tensors, dequantised one at a time.
+
+Owns the container format (version 2 and 3, little-endian) and checks every length against the file, so that damaged
+bytes end in `ConfigError` and not in a crash or an endless loop. The arithmetic of the quantised types is the `gguf`
+package's. Knows nothing of models. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from engine.errors import ConfigError
+
+_MAGIC = b"GGUF"
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_MAX_DIMS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorInfo:
+    shape: tuple[int, ...]
+    """Rows first, as in numpy."""
+    kind: int
+    offset: int
+    """Bytes after the start of the data section."""
+
+
+class GGUFFile:
+    """An open GGUF file; use as a context manager.
+
+    Raises:
+        ConfigError: not a GGUF file, or damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model: cannot read {path}: {error}") from None
+        self.metadata: dict[str, Any] = {}
+        self._infos: dict[str, _TensorInfo] = {}
+        try:
+            self._parse()
+        except (struct.error, UnicodeDecodeError) as error:
+            self.close()
+            raise ConfigError(f"model: {path} is damaged: {error}") from None
+        except ConfigError:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._bytes.close()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All tensors."""
+        return tuple(self._infos)
+
+    def get(self, key: str, kind: type) -> Any:
+        """A metadata value of the given type; list for arrays.
+
+        Raises:
+            ConfigError: it is missing or of another type.
+        """
+        value = self.metadata.get(key)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ConfigError(f"model: {self.path} has {key} = {str(value)[:60]!r}; expected {kind.__name__}")
+        return value
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, rows first.
+
+        Raises:
+            ConfigError: there is no such tensor.
+        """
+        if name not in self._infos:
+            raise ConfigError(f"model: {self.path} lacks tensor {name}")
+        return self._infos[name].shape
+
+    def read(self, name: str) -> npt.NDArray[np.float32]:
+        """A tensor, dequantised to float32.
+
+        Raises:
+            ConfigError: there is no such tensor, its type is unknown, or it reaches beyond the file.
+        """
+        shape = self.shape(name)
+        info = self._infos[name]
+        try:
+            kind = GGMLQuantizationType(info.kind)
+            per_block, block_bytes = GGML_QUANT_SIZES[kind]
+        except (ValueError, KeyError):
+            raise ConfigError(f"model: {self.path}: tensor {name} is of unknown type {info.kind}") from None
+        if shape[-1] % per_block:
+            raise ConfigError(
+                f"model: {self.path}: tensor {name} has rows of {shape[-1]}, not whole blocks of {per_block}"
+            )
+        row_bytes = shape[-1] // per_block * block_bytes
+        start, num_bytes = self._data_start + info.offset, math.prod(shape[:-1]) * row_bytes
+        if start + num_bytes > len(self._bytes):
+            raise ConfigError(f"model: {self.path} is cut short: tensor {name} reaches beyond its end")
+        raw = np.frombuffer(self._bytes[start : start + num_bytes], dtype=np.uint8).reshape(*shape[:-1], row_bytes)
+        try:
+            values = np.asarray(dequantize(raw, kind), dtype=np.float32)
+        except (NotImplementedError, ValueError) as error:
+            raise ConfigError(f"model: {self.path}: cannot dequantise {name} of type {kind.name}: {error}") from None
+        return values.reshape(shape)
+
+    def _parse(self) -> None:
+        if self._bytes[:4] != _MAGIC:
+            raise ConfigError(f"model: {self.path} is not a GGUF file")
+        self._position = 4
+        version, num_tensors, num_values = self._scalar("I"), self._scalar("Q"), self._scalar("Q")
+        if version not in (2, 3):
+            raise ConfigError(f"model: {self.path} is GGUF version {version}; allowed: 2, 3")
+        for _ in range(self._plausible(num_values)):
+            key = self._string()
+            self.metadata[key] = self._value(self._scalar("I"), nesting=0)
+        for _ in range(self._plausible(num_tensors)):
+            name = self._string()
+            self._infos[name] = self._tensor_info(name)
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ConfigError(f"model: {self.path} has general.alignment {alignment!r}")
+        self._data_start = -(-self._position // alignment) * alignment
+
+    def _tensor_info(self, name: str) -> _TensorInfo:
+        num_dims = self._scalar("I")
+        if not 1 <= num_dims <= _MAX_DIMS:
+            raise ConfigError(f"model: {self.path}: tensor {name} has {num_dims} dimensions")
+        shape = tuple(self._scalar("Q") for _ in range(num_dims))[::-1]
+        if min(shape) < 1:
+            raise ConfigError(f"model: {self.path}: tensor {name} has shape {list(shape)}")
+        return _TensorInfo(shape=shape, kind=self._scalar("I"), offset=self._scalar("Q"))
+
+    def _value(self, kind: int, *, nesting: int) -> Any:
+        if kind in _SCALARS:
+            return self._scalar(_SCALARS[kind])
+        if kind == _STRING:
+            return self._string()
+        if kind == _ARRAY and nesting < 2:
+            item, length = self._scalar("I"), self._plausible(self._scalar("Q"))
+            return [self._value(item, nesting=nesting + 1) for _ in range(length)]
+        raise ConfigError(f"model: {self.path} is damaged: metadata of unknown type {kind}")
+
+    def _scalar(self, code: str) -> Any:
+        value = struct.unpack_from("<" + code, self._bytes, self._position)[0]
+        self._position += struct.calcsize("<" + code)
+        return value
+
+    def _string(self) -> str:
+        length = self._plausible(self._scalar("Q"))
+        raw = self._bytes[self._position : self._position + length]
+        self._position += length
+        return raw.decode("utf-8")
+
+    def _plausible(self, count: int) -> int:
+        """A count of things of at least a byte each, so never above what is left of the file."""
+        if count > len(self._bytes) - self._position:
+            raise ConfigError(f"model: {self.path} is damaged: a length of {count} at byte {self._position}")
+        return count

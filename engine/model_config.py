@@ -1,0 +1,232 @@
+"""The shape of a model, read from a Hugging Face `config.json`.
+
+Owns the meaning of every config key that changes the forward pass, for the families Llama, Mistral, Qwen2 and Qwen3,
+and for Paceline's own draft folders. A key that would change the result and is not supported is refused, never ignored.
+Knows nothing of tensors, files of weights or devices.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast, get_args
+
+from engine.errors import ConfigError
+
+Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+FAMILIES: tuple[str, ...] = get_args(Family)
+SHARED_EMBEDDING = "shared with the target"
+"""Value of `embed_tokens` in a draft's config.json: the embedding is the target's own and not in the draft's file."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for long contexts."""
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_len: int = 8192
+    """Tokens the model was first trained on; `llama3` only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """One decoder-only model."""
+
+    family: Family
+    vocab_size: int
+    """Rows of the token embedding; also of the head, unless `draft_vocab_size` is set."""
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    max_model_len: int
+    """Longest prompt + output, tokens. Not above an active sliding window, so that full attention is exact."""
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    """RMSNorm over each head of q and k before RoPE."""
+    eos_token_ids: tuple[int, ...] = ()
+    draft_vocab_size: int | None = None
+    """Rows of the head, where a draft scores only some tokens; `draft_vocab` in its file names them."""
+    shares_embedding: bool = False
+    """The token embedding comes from the target's folder."""
+
+    @classmethod
+    def load(cls, folder: Path) -> ModelConfig:
+        """Read `config.json` of a model folder, and the EOS ids of `generation_config.json` where there is one.
+
+        Raises:
+            ConfigError: missing or unreadable file, or any reason of `parse`.
+        """
+        values = _read_json(folder / "config.json")
+        generation = folder / "generation_config.json"
+        if generation.is_file():
+            eos = _read_json(generation).get("eos_token_id")
+            if eos is not None:
+                values["eos_token_id"] = eos
+        return cls.parse(values)
+
+    @classmethod
+    def parse(cls, values: dict[str, Any]) -> ModelConfig:
+        """Build from the keys of a `config.json`.
+
+        Raises:
+            ConfigError: the family or an active feature is not supported, or a key is missing or malformed.
+        """
+        family = values.get("model_type")
+        if family not in FAMILIES:
+            raise ConfigError(f"model_type: {family!r} is not supported; allowed: {', '.join(FAMILIES)}")
+        _refuse_unsupported(values)
+        keys = _Keys(values)
+        num_heads = keys.positive("num_attention_heads")
+        num_kv_heads = keys.positive("num_key_value_heads", num_heads)
+        if num_heads % num_kv_heads:
+            raise ConfigError(
+                f"num_key_value_heads: {num_kv_heads} does not divide num_attention_heads, which is {num_heads}"
+            )
+        hidden_size = keys.positive("hidden_size")
+        attention_bias = keys.flag("attention_bias", default=False)
+        theta, scaling = _rope(values)
+        head_dim = keys.positive("head_dim", max(hidden_size // num_heads, 1))
+        if head_dim % 2:
+            raise ConfigError(f"head_dim: {head_dim} is odd; rotary embedding needs an even one")
+        return cls(
+            family=cast(Family, family),
+            vocab_size=keys.positive("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=keys.positive("intermediate_size"),
+            num_layers=keys.positive("num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            max_model_len=_max_model_len(values, keys),
+            tie_word_embeddings=keys.flag("tie_word_embeddings", default=False),
+            qkv_bias=True if family == "qwen2" else attention_bias,
+            o_bias=False if family == "qwen2" else attention_bias,
+            mlp_bias=keys.flag("mlp_bias", default=False),
+            qk_norm=family == "qwen3",
+            eos_token_ids=_eos(values),
+            draft_vocab_size=keys.positive("draft_vocab_size") if "draft_vocab_size" in values else None,
+            shares_embedding=_shares_embedding(values),
+        )
+
+
+class _Keys:
+    """Typed access to raw config values; every complaint names the key."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def positive(self, key: str, default: int | None = None) -> int:
+        value = self._get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{key}: {value!r} is not a whole number above 0")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+            raise ConfigError(f"{key}: {value!r} is not a finite number above 0")
+        return float(value)
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{key}: {value!r} is neither true nor false")
+        return value
+
+    def _get(self, key: str, default: T | None) -> Any:
+        value = self._values.get(key)
+        if value is not None:
+            return value
+        if default is None:
+            raise ConfigError(f"{key}: missing from config.json")
+        return default
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model: cannot read {path}: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"model: {path} does not hold a JSON object")
+    return values
+
+
+def _refuse_unsupported(values: dict[str, Any]) -> None:
+    """Refuse keys that change the forward pass in ways this decoder does not follow."""
+    if values.get("quantization_config") is not None:
+        raise ConfigError(
+            "quantization_config: quantised weights are not supported; allowed: float32, bfloat16, float16"
+        )
+    activation = values.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ConfigError(f"hidden_act: {activation!r} is not supported; allowed: silu")
+    partial = values.get("partial_rotary_factor", 1.0)
+    if partial != 1.0:
+        raise ConfigError(f"partial_rotary_factor: {partial!r} is not supported; allowed: 1.0")
+
+
+def _rope(values: dict[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Base and scaling, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling`."""
+    name = "rope_parameters" if values.get("rope_parameters") is not None else "rope_scaling"
+    rope = values.get(name) or {}
+    if not isinstance(rope, dict):
+        raise ConfigError(f"{name}: {rope!r} is not an object")
+    theta = _Keys({"rope_theta": rope.get("rope_theta", values.get("rope_theta"))}).number("rope_theta", 10000.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    keys = _Keys(rope)
+    if kind == "linear":
+        return theta, RopeScaling(kind="linear", factor=keys.number("factor"))
+    if kind == "llama3":
+        return theta, RopeScaling(
+            kind="llama3",
+            factor=keys.number("factor"),
+            low_freq_factor=keys.number("low_freq_factor"),
+            high_freq_factor=keys.number("high_freq_factor"),
+            original_max_len=keys.positive("original_max_position_embeddings"),
+        )
+    raise ConfigError(f"{name}.rope_type: {kind!r} is not supported; allowed: default, linear, llama3")
+
+
+def _max_model_len(values: dict[str, Any], keys: _Keys) -> int:
+    """The position limit, cut to the sliding window where one is active: below it, full attention is the same."""
+    limit = keys.positive("max_position_embeddings", 2048)
+    active = values.get("use_sliding_window", values["model_type"] == "mistral")
+    if not active or values.get("sliding_window") is None:
+        return limit
+    return min(limit, keys.positive("sliding_window"))
+
+
+def _eos(values: dict[str, Any]) -> tuple[int, ...]:
+    eos = values.get("eos_token_id")
+    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+        raise ConfigError(f"eos_token_id: {eos!r} is neither a token id nor a list of them")
+    return tuple(ids)
+
+
+def _shares_embedding(values: dict[str, Any]) -> bool:
+    source = values.get("embed_tokens")
+    if source not in (None, SHARED_EMBEDDING):
+        raise ConfigError(f"embed_tokens: {source!r} is not supported; allowed: {SHARED_EMBEDDING!r}")
+    return source is not None
