@@ -101,7 +101,7 @@ Prompt = Annotated[str | tuple[int, ...], PlainValidator(_parse_prompt)]
 Stop = Annotated[tuple[str, ...], PlainValidator(_parse_stop)]
 Absent = Annotated[Any, AfterValidator(_only())]
 """Known to OpenAI, not to us yet: null only."""
-MaxTokens = Annotated[int, Field(ge=1)]
+MaxTokens = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class _Body(BaseModel):

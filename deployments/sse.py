@@ -7,6 +7,7 @@ client leaves. Does not know what a chunk says (`responses`) or where pieces com
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator
 
@@ -80,7 +81,8 @@ class EventStreamResponse(StreamingResponse):
         try:
             await asyncio.wait((sending, watching), return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
-                sending.result()
+                with contextlib.suppress(OSError):  # The connection broke while sending: the client has left.
+                    sending.result()
         finally:
             await cancel(sending, watching)
             await self._content.aclose()
