@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 from engine.shared_memory import PeerGone
 
-DEFAULT_SPIN_S = 20e-6
-"""About one wake-up from poll. Longer spinning would take the core that the peer computes on."""
+DEFAULT_SPIN_S = 50e-6
+"""About one sleep and wake-up in poll: less never catches a quick answer, more takes the core the peer computes on."""
 _SLICE_S = 0.05
 """The word is looked at again after this long without a byte."""
 
