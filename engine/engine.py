@@ -74,6 +74,10 @@ class Engine:
         """End a request now; unknown or finished ids are ignored. Thread-safe."""
         self._inbox.put(lambda: self._abort(request_id))
 
+    def abort_all(self) -> None:
+        """End every request now. Thread-safe."""
+        self._inbox.put(self._abort_all)
+
     def call(self, command: Command) -> None:
         """Run something between two steps, in the loop's thread. Thread-safe."""
         self._inbox.put(command)
@@ -145,6 +149,10 @@ class Engine:
         self.scheduler.remove(request)
         self.drafter.forget([request.key])
         self.streams.publish([_last_delta(request, None)])
+
+    def _abort_all(self) -> None:
+        for request_id in list(self._by_id):
+            self._abort(request_id)
 
     def _close(self, batch: Batch) -> None:
         """Forget the requests that this step finished."""

@@ -62,7 +62,7 @@ class DraftRow:
     token_ids: tuple[int, ...] = ()
     """At most span.k target token ids."""
     probs: torch.Tensor | None = None
-    """[len(token_ids), draft_vocab] float32: the law each token was drawn from; None: each was certain (q is one-hot)."""
+    """[len(token_ids), draft_vocab] float32, the law each token was drawn from; None if each was certain (one-hot)."""
     confidences: tuple[float, ...] = ()
     """The draft's probability of its most likely token, per position; empty where a method has none."""
     reason: KReason = "plan"

@@ -136,7 +136,8 @@ def toy_drafter(
     """A RemoteDrafter whose model is a toy in this process."""
     pool = BlockPool(num_blocks, draft.block_size, prefix_cache=True)
     model = DraftModel(draft.forward, pool, vocab=vocab, max_model_len=10_000)
-    drafter = RemoteDrafter(vocab=vocab, max_feed=max_feed, max_released=64, deadline_s=1.0, on_down=print)
+    drafter = RemoteDrafter(max_feed=max_feed, max_released=64, deadline_s=1.0, on_down=print)
+    drafter.set_vocab(vocab)
     drafter.attach(LoopbackEnd(model, max_rows=64, max_k=16, draft_vocab=draft.columns))
     return drafter
 

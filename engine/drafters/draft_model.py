@@ -37,7 +37,6 @@ class RemoteDrafter:
     """Method `draft_model`.
 
     Args:
-        vocab: [draft_vocab] int64 target ids of the draft's columns, or None when they are the same.
         max_feed: committed tokens that one order may carry; longer ones are caught up over several steps.
         max_released: request keys that one order may carry.
         deadline_s: a draft that has not answered by then counts as hung.
@@ -47,13 +46,12 @@ class RemoteDrafter:
     def __init__(
         self,
         *,
-        vocab: torch.Tensor | None,
         max_feed: int,
         max_released: int,
         deadline_s: float,
         on_down: Callable[[str], None],
     ) -> None:
-        self._vocab = vocab
+        self._vocab: torch.Tensor | None = None
         self._max_feed = max_feed
         self._max_released = max_released
         self._deadline_s = deadline_s
@@ -66,6 +64,10 @@ class RemoteDrafter:
     @property
     def is_up(self) -> bool:
         return self._end is not None
+
+    def set_vocab(self, vocab: torch.Tensor | None) -> None:
+        """Target ids of the draft's columns, [draft_vocab] int64, or None when they are the same. Before `attach`."""
+        self._vocab = vocab
 
     def attach(self, end: DraftLink) -> None:
         """Draft through this end from the next step on. Call in the loop's thread."""

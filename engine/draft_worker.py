@@ -1,0 +1,139 @@
+"""The process of the draft: a small model with its own KV pool, answering orders until the target is gone.
+
+Owns the draft's weights, its cache under the memory cap, and its end of the buffer. A plain class; `deployments` makes
+it an actor. Bring-up: load() -> DraftInfo, connect(handle), run().
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+from engine.block_pool import BlockPool
+from engine.config import EngineConfig
+from engine.device_buffers import BufferHandle, DraftEnd, gpu_uuid, open_draft_buffer
+from engine.draft_model import DraftModel
+from engine.errors import ConfigError, EngineError, EngineUnavailable
+from engine.model_config import ModelConfig
+from engine.model_runner import ModelRunner, kv_bytes_per_token, num_kv_blocks
+from engine.models import load_model
+from engine.placement import pick_device, pick_dtype, set_threads
+from engine.step import ForwardPlan
+from engine.target_shard import DraftInfo
+
+_log = logging.getLogger(__name__)
+
+
+class DraftWorker:
+    """One draft for one target.
+
+    Args:
+        config: of the engine.
+        folder: the draft's model folder.
+        target_folder: the target's; a draft may share its embedding.
+        node_id: of the machine.
+    """
+
+    def __init__(self, config: EngineConfig, folder: Path, target_folder: Path, *, node_id: str) -> None:
+        self._config = config
+        self._folder = folder
+        self._target_folder = target_folder
+        self._node_id = node_id
+        self._device = pick_device(config.device)
+        self._stop = threading.Event()
+        self._model: DraftModel | None = None
+        self._end: DraftEnd | None = None
+
+    def load(self) -> DraftInfo:
+        """Load weights and make the KV pool inside the cap.
+
+        Raises:
+            ConfigError: weights and one sequence do not fit under the cap, with the numbers.
+        """
+        set_threads(self._config)
+        dtype = pick_dtype(self._config.dtype)
+        model = load_model(self._folder, dtype=dtype, device=self._device, target_folder=self._target_folder)
+        target_vocab = ModelConfig.load(self._target_folder).vocab_size
+        max_model_len = model.config.max_model_len
+        num_blocks = self._num_blocks(model.config, dtype)
+        runner = ModelRunner(model, num_blocks=num_blocks, block_size=self._config.block_size)
+        vocab = model.draft_vocab
+        width = model.config.draft_vocab_size or min(model.config.vocab_size, target_vocab)
+
+        def forward(plan: ForwardPlan) -> torch.Tensor:
+            logits = runner.forward(plan)
+            if logits is None:
+                raise EngineError("the draft got no logits")
+            return logits[:, :width]  # columns beyond the target's vocabulary are padding and are never drafted
+
+        pool = BlockPool(num_blocks, self._config.block_size, prefix_cache=self._config.prefix_cache)
+        self._model = DraftModel(forward, pool, vocab=vocab, max_model_len=max_model_len)
+        return DraftInfo(width, tuple(vocab.tolist()) if vocab is not None else None)
+
+    def connect(self, handle: BufferHandle) -> None:
+        """Open the buffer that the target made.
+
+        Raises:
+            ConfigError: it is on another node or GPU, or of another layout.
+        """
+        self._end = open_draft_buffer(handle, node_id=self._node_id, gpu_uuid=gpu_uuid(self._device))
+
+    def run(self) -> None:
+        """Answer orders until `stop`, or until the target is gone."""
+        if self._model is None or self._end is None:
+            raise EngineError("run before load and connect")
+        set_threads(self._config)
+        try:
+            while not self._stop.is_set():
+                order = self._end.wait(0.5)
+                if order is not None:
+                    begin = time.perf_counter()
+                    rows = self._model.answer(order.rows, order.released, self._end.probs)
+                    self._end.answer(rows, draft_s=time.perf_counter() - begin)
+        except EngineUnavailable as error:
+            _log.info("the draft ends: %s", error)
+        finally:
+            self._end.close()
+
+    def stop(self) -> None:
+        """Make `run` return. Idempotent, any thread."""
+        self._stop.set()
+
+    def _num_blocks(self, config: ModelConfig, dtype: torch.dtype) -> int:
+        """Blocks of the draft's pool, scratch included: what the cap leaves after the weights."""
+        fraction = self._config.speculative.memory_fraction
+        total = self._total_memory()
+        cap = int(total * fraction)
+        weights = self._weight_bytes(config, dtype)
+        one = (config.max_model_len if self._config.max_model_len is None else self._config.max_model_len) + 1
+        needed = kv_bytes_per_token(config, dtype=dtype) * min(one, 4096)
+        if weights + needed > cap:
+            raise ConfigError(
+                f"speculative.memory_fraction: draft weights {weights >> 20} MiB + KV of one sequence "
+                f"{needed >> 20} MiB exceed {fraction:.0%} of the device's {total >> 20} MiB = {cap >> 20} MiB; "
+                "raise the fraction or take a smaller draft"
+            )
+        wanted = 2 * self._config.max_num_requests * min(one, 4096)  # more can never be used
+        blocks = num_kv_blocks(
+            config,
+            block_size=self._config.block_size,
+            dtype=dtype,
+            device=self._device,
+            memory_bytes=min(cap - weights, wanted * kv_bytes_per_token(config, dtype=dtype)),
+        )
+        return blocks + 1
+
+    def _weight_bytes(self, config: ModelConfig, dtype: torch.dtype) -> int:
+        stored = sum(file.stat().st_size for file in self._folder.glob("*.safetensors"))
+        shared = config.vocab_size * config.hidden_size * dtype.itemsize if config.shares_embedding else 0
+        return stored + shared
+
+    def _total_memory(self) -> int:
+        if self._device.type == "cuda":
+            return int(torch.cuda.get_device_properties(self._device).total_memory)
+        return int(psutil.virtual_memory().total)

@@ -1,0 +1,37 @@
+"""Which device, element type and threads a process computes with, from what the settings ask and the machine has."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+
+
+def pick_device(wanted: str) -> torch.device:
+    """The device named, or what there is for `auto`.
+
+    Raises:
+        ConfigError: cuda is asked for and there is none.
+    """
+    has_cuda: bool = torch.cuda.is_available()
+    if wanted == "cuda" and not has_cuda:
+        raise ConfigError("device: cuda was asked for, but torch sees no GPU here; allowed here: cpu, auto")
+    return torch.device("cuda" if has_cuda and wanted != "cpu" else "cpu")
+
+
+def pick_dtype(wanted: str) -> torch.dtype:
+    """`auto` is bfloat16."""
+    return torch.float32 if wanted == "float32" else torch.bfloat16
+
+
+def threads_per_shard(config: EngineConfig) -> int:
+    """CPU threads one shard computes with."""
+    return config.num_threads or max(1, (os.cpu_count() or 1) // config.tensor_parallel_size)
+
+
+def set_threads(config: EngineConfig) -> None:
+    """Apply `threads_per_shard` to the calling thread's kernels."""
+    torch.set_num_threads(threads_per_shard(config))

@@ -1,0 +1,101 @@
+"""The unix socket of shard 0: commands in, one message of deltas per step out.
+
+Owns the listening socket, one reading thread per connection and one writing thread, so that neither a slow replica nor
+a full buffer ever holds up the step loop. A replica that goes away takes its requests with it. Knows no engine, only
+the two callables it is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Callable
+
+from engine.errors import EngineError
+from engine.request import Submit
+from engine.wire import HEADER, AbortCommand, Event, SubmitCommand, decode_command, frame, frame_len
+
+_log = logging.getLogger(__name__)
+
+
+class ShardSocket:
+    """Serves one replica.
+
+    Args:
+        submit, abort: called in the reading thread.
+        abandon: called when the replica is gone: nobody waits for any request any more.
+    """
+
+    def __init__(
+        self, *, submit: Callable[[Submit], None], abort: Callable[[str], None], abandon: Callable[[], None]
+    ) -> None:
+        self._submit = submit
+        self._abort = abort
+        self._abandon = abandon
+        self._folder = tempfile.mkdtemp(prefix="paceline-")  # mode 0700
+        self.path = os.path.join(self._folder, secrets.token_hex(8))
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(self.path)
+        os.chmod(self.path, 0o600)
+        self._listener.listen(1)
+        self._connection: socket.socket | None = None
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        for target, name in ((self._serve, "shard-socket-read"), (self._write, "shard-socket-write")):
+            threading.Thread(target=target, name=name, daemon=True).start()
+
+    def send(self, event: Event) -> None:
+        """Queue an event; never blocks. Dropped when no replica is connected."""
+        self._outbox.put(frame(event))
+
+    def close(self) -> None:
+        """Stop both threads once everything queued is written. Idempotent."""
+        self._outbox.put(None)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            self._connection = connection
+            try:
+                self._read(connection)
+            except (EngineError, OSError) as error:
+                _log.warning("replica connection ends: %s", error)
+            finally:
+                self._connection = None
+                connection.close()
+                self._abandon()
+
+    def _read(self, connection: socket.socket) -> None:
+        with connection.makefile("rb") as stream:
+            while header := stream.read(HEADER.size):
+                if len(header) < HEADER.size:
+                    return
+                command = decode_command(stream.read(frame_len(header)))
+                if isinstance(command, SubmitCommand):
+                    self._submit(command.submit)
+                elif isinstance(command, AbortCommand):
+                    self._abort(command.request_id)
+
+    def _write(self) -> None:
+        while (data := self._outbox.get()) is not None:
+            connection = self._connection
+            if connection is not None:
+                with contextlib.suppress(OSError):
+                    connection.sendall(data)
+        connection = self._connection
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,305 @@
+"""One shard of the target: it loads its part, then either leads the step loop (rank 0) or follows it.
+
+Owns the order in which a shard comes up and everything that lives as long as its process: model, cache, sockets, loop.
+A plain class; `deployments` makes it an actor. Bring-up is a few calls from outside, in this order:
+
+    rank 0                      ranks 1..                   why
+    open_rendezvous() -> port                               the shards find each other
+    load(port)                  load(port)                  weights; says how many KV blocks fit
+    allocate(n)                 allocate(n)                 the smallest n of all
+    plan_handle(rank)           follow(handle)              step plans travel by shared memory
+    listen(...) -> path                                     the replica connects
+    run()                       run()                       until stop(); returning or raising is the sign of its end
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.block_pool import BlockPool
+from engine.collectives import Collectives, Group, Solo, open_store
+from engine.committer import Committer
+from engine.config import EngineConfig
+from engine.device_buffers import BufferHandle, TargetEnd, create_draft_buffer
+from engine.draft_protocol import BufferSpec
+from engine.drafter import Drafter, NoDrafter
+from engine.drafters.draft_model import RemoteDrafter
+from engine.drafters.ngram import NgramDrafter
+from engine.engine import Engine
+from engine.errors import EngineError, ShardDown
+from engine.model_runner import ModelRunner, num_kv_blocks
+from engine.models import load_model
+from engine.placement import pick_device, pick_dtype, set_threads
+from engine.plan import Pacer, Plan
+from engine.plan_broadcast import PlanHandle, PlanReceiver, PlanSender, PlanSpec
+from engine.scheduler import Scheduler
+from engine.shard_socket import ShardSocket
+from engine.step import ForwardPlan, StepStats
+from engine.streams import Streams
+from engine.verifier import Verifier
+from engine.wire import DraftStatus, EngineFailed, StepDeltas
+
+MAX_FEED = 4096
+"""Committed tokens that one order to the draft may carry."""
+MAX_RELEASED = 1024
+PEER_TIMEOUT_S = 30.0
+"""Deadline for anything another shard has to do in a step."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReady:
+    """What a shard knows once its weights are loaded."""
+
+    num_blocks: int
+    vocab_size: int
+    max_model_len: int
+    """The model's own limit, or the configured one if that is smaller."""
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInfo:
+    """What the target must know of a draft, see `engine.draft_worker`."""
+
+    draft_vocab: int
+    """Columns of its probabilities."""
+    vocab: tuple[int, ...] | None
+    """Target id of each column; None when column i is token i."""
+
+
+class TargetShard:
+    """Shard `rank` of `config.tensor_parallel_size`.
+
+    Args:
+        config: of the engine.
+        folder: the target's model folder.
+        rank: of this shard.
+        node_id: of the machine; buffers are only shared within it.
+    """
+
+    def __init__(self, config: EngineConfig, folder: Path, *, rank: int, node_id: str) -> None:
+        self.config = config
+        self.rank = rank
+        self._folder = folder
+        self._node_id = node_id
+        self._device = pick_device(config.device)
+        self._stop = threading.Event()
+        self._collectives: Collectives = Solo()
+        self._runner: ModelRunner | None = None
+        self._receiver: PlanReceiver | None = None
+        self._sender: PlanSender | None = None
+        self._socket: ShardSocket | None = None
+        self._engine: Engine | None = None
+        self._drafter: Drafter = NoDrafter()
+        self._draft_end: TargetEnd | None = None
+        self._max_model_len = 0
+        self._num_forwards = 0
+
+    def open_rendezvous(self) -> int:
+        """Port of the store in which the shards meet. Rank 0 only."""
+        self._store = open_store(size=self.config.tensor_parallel_size, master=True)
+        return int(self._store.port)
+
+    def load(self, rendezvous_port: int | None) -> ShardReady:
+        """Meet the other shards, if any, and load this one's weights.
+
+        Raises:
+            ConfigError: the model or the cut is not possible.
+            ShardDown: a peer did not come.
+        """
+        config = self.config
+        set_threads(config)
+        if rendezvous_port is not None:
+            size = config.tensor_parallel_size
+            store = self._store if self.rank == 0 else open_store(port=rendezvous_port, size=size, master=False)
+            self._collectives = Group.connect(
+                rank=self.rank, size=size, store=store, device=self._device, timeout_s=PEER_TIMEOUT_S
+            )
+        dtype = pick_dtype(config.dtype)
+        self._model = load_model(self._folder, dtype=dtype, device=self._device, collectives=self._collectives)
+        model_config = self._model.config
+        num_blocks = num_kv_blocks(
+            model_config,
+            block_size=config.block_size,
+            dtype=dtype,
+            device=self._device,
+            shard=self._model.shard,
+            kv_cache_tokens=config.kv_cache_tokens,
+        )
+        max_model_len = min(config.max_model_len or model_config.max_model_len, model_config.max_model_len)
+        return ShardReady(num_blocks + 1, model_config.vocab_size, max_model_len, str(self._device))
+
+    def allocate(self, num_blocks: int, max_model_len: int) -> None:
+        """Make the KV cache: `num_blocks` blocks, scratch included, on every shard."""
+        self._runner = ModelRunner(self._model, num_blocks=num_blocks, block_size=self.config.block_size)
+        self._max_model_len = max_model_len
+
+    def plan_handle(self, rank: int) -> PlanHandle:
+        """Where shard `rank` reads the step plans. Rank 0 only."""
+        if self._sender is None:
+            spec = PlanSpec(
+                max_rows=self.config.max_step_tokens,
+                max_spans=self.config.max_num_requests,
+                max_blocks_per_span=-(-self._max_model_len // self.config.block_size) + 1,
+            )
+            receivers = self.config.tensor_parallel_size - 1
+            self._sender = PlanSender(spec, num_receivers=receivers, node_id=self._node_id)
+        return self._sender.handle(rank)
+
+    def follow(self, handle: PlanHandle) -> None:
+        """Read step plans from here. Ranks 1.. only."""
+        self._receiver = PlanReceiver.open(handle, node_id=self._node_id)
+
+    def listen(self, pacer: Pacer, plan: Callable[[], Plan], observe: Callable[[StepStats], None]) -> str:
+        """Build the loop and its socket. Rank 0 only.
+
+        Args:
+            pacer: chooses K.
+            plan: the plan in force.
+            observe: called with each step's stats, in the loop's thread.
+
+        Returns:
+            Path of the unix socket the replica connects to.
+        """
+        config = self.config
+        if self._runner is None:
+            raise EngineError("listen before allocate")
+        pool = BlockPool(self._runner.num_blocks, config.block_size, prefix_cache=config.prefix_cache)
+        scheduler = Scheduler(
+            pool,
+            pacer=pacer,
+            plan=plan,
+            max_num_requests=config.max_num_requests,
+            max_step_tokens=config.max_step_tokens,
+            max_model_len=self._max_model_len,
+        )
+        self._drafter = self._make_drafter()
+        self._engine = engine = Engine(
+            scheduler=scheduler,
+            drafter=self._drafter,
+            verifier=Verifier(self._forward, block_size=config.block_size),
+            committer=Committer(pool, scheduler, max_model_len=self._max_model_len),
+            streams=Streams(lambda deltas: self._send(StepDeltas(deltas))),
+            pacer=pacer,
+            observers=[observe],
+        )
+        self._socket = ShardSocket(submit=engine.submit, abort=engine.abort, abandon=engine.abort_all)
+        return self._socket.path
+
+    def open_draft_buffer(self, info: DraftInfo, epoch: int) -> BufferHandle:
+        """Make a buffer for a new draft; hand the handle to it, then call `attach_draft`. Rank 0 only.
+
+        The draft before it must be dead already.
+        """
+        spec = BufferSpec(
+            max_rows=self.config.max_num_requests,
+            max_k=max(1, self.config.speculative.k),
+            max_feed=MAX_FEED,
+            max_released=MAX_RELEASED,
+            draft_vocab=info.draft_vocab,
+            target_vocab=self._model.config.vocab_size,
+        )
+        if isinstance(self._drafter, RemoteDrafter):
+            vocab = torch.tensor(info.vocab, device=self._device) if info.vocab is not None else None
+            self._drafter.set_vocab(vocab)
+        if self._draft_end is None:
+            self._draft_end = create_draft_buffer(spec, device=self._device, node_id=self._node_id, epoch=epoch)
+        else:
+            self._draft_end = self._draft_end.renew(epoch=epoch)
+        return self._draft_end.handle()
+
+    def attach_draft(self, timeout_s: float) -> None:
+        """Draft through the buffer made last, from the next step on. Rank 0 only.
+
+        Raises:
+            DraftDown: the draft has not opened it in time.
+        """
+        if self._draft_end is None or self._engine is None or not isinstance(self._drafter, RemoteDrafter):
+            raise EngineError("attach_draft before open_draft_buffer")
+        end, drafter = self._draft_end, self._drafter
+        end.wait_open(timeout_s)
+        self._engine.call(lambda: drafter.attach(end))
+        self._send(DraftStatus(up=True, reason=""))
+
+    def run(self) -> None:
+        """Lead or follow until `stop`.
+
+        Raises:
+            ShardDown: a peer is gone; nothing can be computed any more.
+        """
+        set_threads(self.config)
+        if self.rank > 0:
+            self._follow()
+            return
+        if self._engine is None:
+            raise EngineError("run before listen")
+        if self._sender is not None:
+            self._sender.wait_open(PEER_TIMEOUT_S)
+        try:
+            self._engine.run(self._stop)
+            self._send(EngineFailed("the engine was stopped"))
+        except BaseException as error:
+            _log.exception("the step loop ends")
+            self._send(EngineFailed(f"{type(error).__name__}: {error}"))
+            raise
+        finally:
+            self._close()
+
+    def stop(self) -> None:
+        """Make `run` return. Idempotent, any thread."""
+        self._stop.set()
+
+    def _follow(self) -> None:
+        if self._receiver is None or self._runner is None:
+            raise EngineError("run before follow")
+        try:
+            while not self._stop.is_set() and not self._receiver.closed:
+                received = self._receiver.receive(0.5)
+                if received is not None:
+                    self._runner.forward(received[1])
+        finally:
+            self._receiver.close()
+
+    def _forward(self, plan: ForwardPlan) -> torch.Tensor:
+        if self._runner is None:
+            raise EngineError("forward before allocate")
+        if self._sender is not None:
+            self._num_forwards += 1
+            self._sender.send(self._num_forwards, plan, deadline_s=PEER_TIMEOUT_S)
+        logits = self._runner.forward(plan)
+        if logits is None:
+            raise ShardDown("rank 0 got no logits")
+        return logits
+
+    def _make_drafter(self) -> Drafter:
+        speculative = self.config.speculative
+        if speculative.method == "ngram":
+            return NgramDrafter(min_size=speculative.ngram_min, max_size=speculative.ngram_max)
+        if speculative.method == "draft_model":
+            return RemoteDrafter(
+                max_feed=MAX_FEED,
+                max_released=MAX_RELEASED,
+                deadline_s=speculative.deadline_s,
+                on_down=lambda reason: self._send(DraftStatus(up=False, reason=reason)),
+            )
+        return NoDrafter()
+
+    def _send(self, event: StepDeltas | DraftStatus | EngineFailed) -> None:
+        if self._socket is not None:
+            self._socket.send(event)
+
+    def _close(self) -> None:
+        if isinstance(self._drafter, RemoteDrafter):
+            self._drafter.detach()
+        for part in (self._draft_end, self._sender, self._socket):
+            if part is not None:
+                part.close()
+        self._collectives.close()
