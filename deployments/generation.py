@@ -77,11 +77,11 @@ def encode_prompt(body: ChatBody | CompletionBody, codec: TextCodec, limits: Api
         field = "prompt"
     if not prompt:
         raise InvalidRequest(f"{field} must hold at least one token; it is empty", field=field)
-    for index, token_id in enumerate(prompt):
-        if not 0 <= token_id < limits.vocab_size:
-            raise InvalidRequest(
-                f"{field}: token id {token_id} at index {index} is outside 0 to {limits.vocab_size - 1}", field=field
-            )
+    if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
+        index = next(i for i, token_id in enumerate(prompt) if not 0 <= token_id < limits.vocab_size)
+        raise InvalidRequest(
+            f"{field}: token id {prompt[index]} at index {index} is outside 0 to {limits.vocab_size - 1}", field=field
+        )
     if len(prompt) >= limits.max_model_len:
         raise ContextLengthExceeded(
             f"The context holds {limits.max_model_len} tokens, but {field} has {len(prompt)}, "

@@ -61,7 +61,9 @@ class TextCodec:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of `text`, with the tokenizer's own prefix (a BOS, say) unless switched off."""
-        return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # The batch call lets go of the interpreter lock while it works, the single one does not.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(encoding.ids)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         """Token ids of a conversation in the model's chat template, ready for the assistant's turn.

@@ -12,7 +12,6 @@ import pytest
 from fake_engine import FakeEngine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ray import cloudpickle
 from tiny_tokenizer import byte_level
 
 from deployments.api import ApiDependencies, ApiLimits, attach, build_api
@@ -353,9 +352,9 @@ def test_health_says_why(status: Any, expected: int) -> None:
     assert response.json() == {"status": status, "reason": "because", "draft": "down"}
 
 
-def test_dependencies_may_come_later_and_the_bare_application_can_be_pickled() -> None:
+def test_dependencies_may_come_later() -> None:
     async def run() -> list[int]:
-        app = cloudpickle.loads(cloudpickle.dumps(build_api()))
+        app = build_api()
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
             before = [await client.get("/health"), await client.post("/v1/completions", json=COMPLETION)]
             assert error_of(before[1])["code"] == "engine_unavailable"

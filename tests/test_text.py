@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from itertools import pairwise
 
@@ -14,6 +15,7 @@ from tiny_tokenizer import byte_fallback, byte_level
 from deployments.detokenizer import REPLACEMENT, ByteDetokenizer, StopChecker, TextStream, WindowDetokenizer
 from deployments.text import TextCodec
 from engine.errors import ConfigError, InvalidRequest
+from engine.model_store import resolve_model
 
 TOKENIZER = byte_level()
 EOS = TOKENIZER.eos_token_id
@@ -166,6 +168,29 @@ def test_from_folder_reads_eos_of_generation_config_and_tokenizer(tmp_path) -> N
     assert TextCodec.from_folder(tmp_path).eos_token_ids == tuple(sorted({7, EOS}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [8, 9]}))
     assert TextCodec.from_folder(tmp_path).eos_token_ids == tuple(sorted({8, 9, EOS}))
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> TextCodec:
+    return TextCodec.from_folder(resolve_model("smollm2", progress=False))
+
+
+def test_the_default_model_s_pieces_equal_one_pass(smollm2: TextCodec) -> None:
+    """The same promise on a real vocabulary, where tokens cut emoji in many ways."""
+    rng = random.Random(0)
+    assert isinstance(smollm2.detokenizer(), ByteDetokenizer)
+    for _ in range(100):
+        ids = [rng.randrange(smollm2.vocab_size) for _ in range(80)]
+        assert "".join(stream(smollm2, ids, list(range(len(ids) + 1)))) == smollm2.decode(ids)
+    text = "Paris 🙂 中文 naïve\n\n👩‍👩‍👧"
+    assert smollm2.decode(smollm2.encode(text)) == text
+
+
+def test_the_default_model_s_chat_ends_where_the_assistant_begins(smollm2: TextCodec) -> None:
+    ids = smollm2.encode_chat([{"role": "user", "content": "What is the capital of France?"}])
+    assert len(smollm2.eos_token_ids) == 1
+    assert smollm2.eos_token_ids[0] in ids
+    assert smollm2.decode(ids).endswith("What is the capital of France?\nassistant\n")
 
 
 def test_a_folder_without_a_tokenizer_is_refused_by_name(tmp_path) -> None:
