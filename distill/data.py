@@ -1,0 +1,208 @@
+"""Token shards on disk: what the target wrote, with its hidden features and top logits at every position.
+
+Owns the folder format (one folder of `.npy` files per shard, renamed into place when whole, so that a killed writer
+leaves nothing half-read), the walk over shards as they appear, and the cut into training rows. It knows nothing of
+models: features are opaque bfloat16 bits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+U16 = npt.NDArray[np.uint16]
+FIELDS = ("tokens", "written", "features", "top_ids", "top_logprobs", "doc_starts")
+
+
+@dataclass(frozen=True)
+class Document:
+    """One finished conversation of n tokens, as the generator hands it over."""
+
+    kind: str
+    """Which work it is: `chat`, `translation`, ... ; counted in the shard's meta."""
+    tokens: U16
+    """[n] token ids (vocabularies up to 65,536)."""
+    written: npt.NDArray[np.uint8]
+    """[n] 1 where the target chose the token, 0 where it was given."""
+    features: U16
+    """[n, F, H] bfloat16 bits of the tapped layers' outputs at each position."""
+    top_ids: U16
+    """[n, M] the M likeliest next tokens after each position, best first."""
+    top_logprobs: npt.NDArray[np.float16]
+    """[n, M] their log-probabilities over the full vocabulary at temperature 1."""
+
+
+class ShardWriter:
+    """Collects documents and writes a shard whenever `shard_tokens` are together."""
+
+    def __init__(self, folder: Path, stream: str, meta: dict[str, Any], *, shard_tokens: int = 65_536) -> None:
+        self.folder, self.stream, self.meta, self.shard_tokens = folder, stream, meta, shard_tokens
+        folder.mkdir(parents=True, exist_ok=True)
+        self.next_index = len(list(folder.glob(f"{stream}-[0-9]*[0-9]")))
+        self._docs: list[Document] = []
+        self._num_tokens = 0
+
+    def add(self, doc: Document) -> None:
+        """Take one document; may write a shard."""
+        self._docs.append(doc)
+        self._num_tokens += len(doc.tokens)
+        if self._num_tokens >= self.shard_tokens:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is held, however little."""
+        if not self._docs:
+            return
+        target = self.folder / f"{self.stream}-{self.next_index:05d}"
+        partial = self.folder / f".{target.name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        docs = self._docs
+        lengths = [len(doc.tokens) for doc in docs]
+        starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
+        np.save(partial / "doc_starts.npy", starts)
+        for name in FIELDS[:-1]:
+            np.save(partial / f"{name}.npy", np.concatenate([getattr(doc, name) for doc in docs]))
+        kinds = [doc.kind for doc in docs]
+        meta = {**self.meta, "num_tokens": self._num_tokens, "num_written": sum(int(d.written.sum()) for d in docs)}
+        (partial / "meta.json").write_text(json.dumps({**meta, "kinds": kinds}))
+        os.rename(partial, target)
+        self.next_index += 1
+        self._docs, self._num_tokens = [], 0
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A finished shard, arrays mapped and not read until used; fields as in `Document`, rows concatenated."""
+
+    path: Path
+    meta: dict[str, Any]
+    tokens: U16
+    written: npt.NDArray[np.uint8]
+    features: U16
+    top_ids: U16
+    top_logprobs: npt.NDArray[np.float16]
+    doc_starts: npt.NDArray[np.int64]
+
+    @classmethod
+    def open(cls, path: Path) -> Shard:
+        """Map one shard folder."""
+        arrays = {name: np.load(path / f"{name}.npy", mmap_mode="r") for name in FIELDS}
+        return cls(path, json.loads((path / "meta.json").read_text()), **arrays)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows for one training step; R rows of T positions, padded on the right."""
+
+    tokens: Tensor
+    """[R, T] int64."""
+    features: Tensor
+    """[R, T, F, H] bfloat16, after position t."""
+    top_ids: Tensor
+    """[R, T, M] int64, the target's likeliest tokens for position t + 1."""
+    top_logprobs: Tensor
+    """[R, T, M] float32."""
+    weight: Tensor
+    """[R, T] float32: loss weight of predicting position t + 1's successor law at t; 0 on padding."""
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on another device."""
+        return Batch(*(value.to(device) for value in vars(self).values()))
+
+
+def shard_paths(folders: Sequence[Path]) -> list[Path]:
+    """All finished shards of the folders, in a fixed order."""
+    return sorted(path.parent for folder in folders for path in folder.glob("*/meta.json") if path.parent.name[0] != ".")
+
+
+def batches(
+    folders: Sequence[Path], *, row_len: int, batch_tokens: int, seed: int, prompt_weight: float,
+    start: int = 0, skip: frozenset[str] = frozenset(), group: int = 4,
+) -> Iterator[tuple[int, Batch]]:
+    """Endless training batches, each with the number of shards finished before it (hand it back as `start` to resume).
+
+    A pass visits all shards that exist at its start in seeded order, `group` at a time with their rows shuffled
+    together; rows of alike length share a batch of about `batch_tokens` positions. The folders are read again for
+    each pass, so a generator may keep adding.
+
+    Raises:
+        FileNotFoundError: no finished shard in any folder.
+    """
+    done = 0
+    for number in itertools.count():
+        paths = [path for path in shard_paths(folders) if path.name not in skip]
+        if not paths:
+            raise FileNotFoundError(f"no finished shards in {', '.join(map(str, folders))}")
+        order = np.random.default_rng((seed, number)).permutation(len(paths))
+        for place in range(0, len(order), group):
+            chosen = [paths[i] for i in order[place : place + group]]
+            if done + len(chosen) > start:
+                spans = [(shard, *span) for shard in map(Shard.open, chosen) for span in row_spans(shard, row_len)]
+                rng = np.random.default_rng((seed, number, place))
+                for rows in length_batches([stop - begin for _, begin, stop in spans], batch_tokens, rng):
+                    yield done, collate([spans[i] for i in rows], row_len, prompt_weight)
+            done += len(chosen)
+
+
+def length_batches(lengths: Sequence[int], batch_tokens: int, rng: np.random.Generator) -> list[list[int]]:
+    """Indices grouped so that rows x longest row stays within `batch_tokens` (one row always fits); random order."""
+    shuffled = rng.permutation(len(lengths))
+    found: list[list[int]] = []
+    for window in range(0, len(shuffled), 64):
+        held: list[int] = []
+        for index in sorted(shuffled[window : window + 64].tolist(), key=lambda i: lengths[i]):
+            if held and (len(held) + 1) * lengths[index] > batch_tokens:
+                found.append(held)
+                held = []
+            held.append(index)
+        found.append(held)
+    return [found[i] for i in rng.permutation(len(found))]
+
+
+def row_spans(shard: Shard, row_len: int) -> list[tuple[int, int]]:
+    """(start, stop) of training rows: documents cut at `row_len`; tails under 16 tokens are dropped."""
+    spans = []
+    for start, stop in zip(shard.doc_starts[:-1].tolist(), shard.doc_starts[1:].tolist(), strict=True):
+        for cut in range(start, stop, row_len):
+            end = min(cut + row_len, stop)
+            if end - cut >= 16:
+                spans.append((cut, end))
+    return spans
+
+
+def collate(spans: Sequence[tuple[Shard, int, int]], row_len: int, prompt_weight: float) -> Batch:
+    """Copy spans out of their shards into one padded batch (the copy is the only read of the map)."""
+    width = min(row_len, max(stop - start for _, start, stop in spans))
+    shard = spans[0][0]
+    num_features, hidden = shard.features.shape[1:]
+    num_top = shard.top_ids.shape[1]
+    tokens = np.zeros((len(spans), width), np.int64)
+    features = np.zeros((len(spans), width, num_features, hidden), np.uint16)
+    top_ids = np.zeros((len(spans), width, num_top), np.int64)
+    top_logprobs = np.full((len(spans), width, num_top), -30.0, np.float32)
+    weight = np.zeros((len(spans), width), np.float32)
+    for row, (shard, start, stop) in enumerate(spans):
+        n = stop - start
+        tokens[row, :n] = shard.tokens[start:stop]
+        features[row, :n] = shard.features[start:stop]
+        top_ids[row, :n] = shard.top_ids[start:stop]
+        top_logprobs[row, :n] = shard.top_logprobs[start:stop]
+        # Position t teaches the law of token t + 1, so it counts fully where the target itself chose token t + 1.
+        written = np.asarray(shard.written[start:stop], np.float32)
+        weight[row, : n - 1] = np.where(written[1:] > 0, 1.0, prompt_weight)
+    return Batch(
+        torch.from_numpy(tokens), torch.from_numpy(features).view(torch.bfloat16), torch.from_numpy(top_ids),
+        torch.from_numpy(top_logprobs), torch.from_numpy(weight),
+    )

@@ -1,0 +1,56 @@
+"""The `draft_model` draft: a small Llama of its own, on token ids alone.
+
+Owns its architecture and initialisation from chosen target layers. It needs no features, so its chain steps are its
+ordinary causal outputs. Knows nothing of data or losses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distill.data import Batch
+from distill.decoder import DecoderConfig, FrozenTarget, rms_norm, rope_tables
+from distill.layers import DraftLayer, VocabularyMap, copy_layer
+
+
+class SmallDraft(nn.Module):
+    """A Llama with few layers and a reduced output vocabulary; `embed` is the target's, shared and frozen."""
+
+    architecture = "draft_model"
+    feature_layers: tuple[int, ...] = ()
+
+    def __init__(self, config: DecoderConfig, draft_vocab: Tensor, embed: Tensor, *, num_layers: int = 3) -> None:
+        super().__init__()
+        self.config = replace(config, num_hidden_layers=num_layers)
+        self.vocabulary = VocabularyMap(draft_vocab, config.vocab_size)
+        self.register_buffer("embed", embed, persistent=False)
+        self.layers = nn.ModuleList([DraftLayer(self.config) for _ in range(num_layers)])
+        self.final_norm = nn.Parameter(torch.ones(config.hidden_size))
+        self.head = nn.Linear(config.hidden_size, len(draft_vocab), bias=False)
+
+    @torch.no_grad()
+    def initialise(self, target: FrozenTarget, *, layers: tuple[int, ...] | None = None) -> None:
+        """From the target's first layers and its last one, or from `layers`; head rows and final norm from the target."""
+        count = len(self.layers)
+        chosen = layers or (*range(count - 1), target.config.num_hidden_layers - 1)
+        for layer, index in zip(self.layers, chosen, strict=True):
+            assert isinstance(layer, DraftLayer)
+            copy_layer(layer, target, index)
+        self.final_norm.copy_(target.final_norm)
+        self.head.weight.copy_(target.head_weight[self.vocabulary.draft_vocab])
+
+    def unroll(self, batch: Batch, steps: int) -> list[Tensor]:
+        """As `EagleDraft.unroll`: entry s [R, T - 1 - s, H] scores token t + 2 + s."""
+        length = batch.tokens.shape[1]
+        dtype = self.head.weight.dtype
+        cos, sin = rope_tables(self.config, length, batch.tokens.device)
+        cos, sin = cos.to(dtype)[None, :, None], sin.to(dtype)[None, :, None]
+        x = F.embedding(batch.tokens, self.embed).to(dtype)
+        for layer in self.layers:
+            x = layer(x, cos, sin, [])
+        x = rms_norm(x, self.final_norm, self.config.rms_norm_eps)
+        return [x[:, step + 1 :] for step in range(min(steps, length - 1))]

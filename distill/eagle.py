@@ -1,0 +1,95 @@
+"""The `eagle` draft: one decoder layer over the next token's embedding and the target's hidden features.
+
+Owns the head's architecture, its initialisation from the target and its training-time unrolling, after EAGLE-3
+(Li et al. 2025): features of low, middle and high layers are fused for committed tokens, and the head's own output
+stands in for them on drafted tokens. Knows nothing of data or losses.
+
+    committed  x_t, features f_t ->  fuse(norm f_t) + token(norm e(x_t+1))  -> layer(s) -> a_t  -> head: law of x_t+2
+    drafted    x_t+2             ->  carry(norm a_t) + token(norm e(x_t+2)) -> layer(s) -> a'_t -> head: law of x_t+3
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distill.data import Batch
+from distill.decoder import DecoderConfig, FrozenTarget, rms_norm, rope_tables
+from distill.layers import DraftLayer, KeysValues, VocabularyMap, copy_layer
+
+
+class EagleDraft(nn.Module):
+    """Feature-level draft head; `embed` is the target's, shared and frozen."""
+
+    architecture = "eagle"
+
+    def __init__(
+        self, config: DecoderConfig, feature_layers: tuple[int, ...], draft_vocab: Tensor, embed: Tensor, *,
+        num_layers: int = 1,
+    ) -> None:
+        super().__init__()
+        self.config = replace(config, num_hidden_layers=num_layers)
+        self.feature_layers = feature_layers
+        self.vocabulary = VocabularyMap(draft_vocab, config.vocab_size)
+        hidden, count = config.hidden_size, len(feature_layers)
+        self.register_buffer("embed", embed, persistent=False)
+        self.feature_norm = nn.Parameter(torch.ones(count, hidden))
+        self.fuse = nn.Linear(count * hidden, hidden, bias=False)
+        self.token_norm = nn.Parameter(torch.ones(hidden))
+        self.token = nn.Linear(hidden, hidden, bias=False)
+        self.carry_norm = nn.Parameter(torch.ones(hidden))
+        self.carry = nn.Linear(hidden, hidden, bias=False)
+        self.layers = nn.ModuleList([DraftLayer(self.config) for _ in range(num_layers)])
+        self.final_norm = nn.Parameter(torch.ones(hidden))
+        self.head = nn.Linear(hidden, len(draft_vocab), bias=False)
+
+    @torch.no_grad()
+    def initialise(self, target: FrozenTarget, *, layers: tuple[int, ...] | None = None) -> None:
+        """Last feature passed through, token embedding added, layers and head from the target."""
+        hidden = self.config.hidden_size
+        count = len(self.layers)
+        eye = torch.eye(hidden)
+        nn.init.normal_(self.fuse.weight, std=0.01)
+        self.fuse.weight[:, -hidden:] += eye
+        self.token.weight.copy_(eye)
+        self.carry.weight.copy_(eye)
+        last = target.config.num_hidden_layers
+        for layer, index in zip(self.layers, layers or tuple(range(last - count, last)), strict=True):
+            assert isinstance(layer, DraftLayer)
+            copy_layer(layer, target, index)
+        self.final_norm.copy_(target.final_norm)
+        self.head.weight.copy_(target.head_weight[self.vocabulary.draft_vocab])
+
+    def unroll(self, batch: Batch, steps: int) -> list[Tensor]:
+        """Final hidden states of chain steps 0..steps-1, rooted at every position.
+
+        Entry s is [R, T - 1 - s, H]: position t holds the state that scores token t + 2 + s, after the target's
+        features up to t and the true tokens up to t + 1 + s.
+        """
+        eps = self.config.rms_norm_eps
+        length = batch.tokens.shape[1]
+        cos, sin = rope_tables(self.config, length + 1, batch.tokens.device)
+        dtype = self.fuse.weight.dtype
+        cos, sin = cos.to(dtype)[None, :, None], sin.to(dtype)[None, :, None]
+        tokens = rms_norm(F.embedding(batch.tokens, self.embed).to(dtype), self.token_norm, eps)
+        features = batch.features.to(dtype)
+        normed = F.rms_norm(features, (features.shape[-1],), eps=eps) * self.feature_norm
+        source: Tensor = self.fuse(normed.flatten(2))
+        pasts: list[KeysValues] = [[] for _ in self.layers]
+        found = []
+        for step in range(steps):
+            width = length - 1 - step
+            if width < 1:
+                break
+            # Roots whose chain would run past the row's end are dropped, here and from the keys kept so far.
+            pasts = [[(k[:, :width], v[:, :width]) for k, v in past] for past in pasts]
+            x = source[:, :width] + self.token(tokens[:, step + 1 :])
+            at = slice(step + 1, step + 1 + width)
+            for layer, past in zip(self.layers, pasts, strict=True):
+                x = layer(x, cos[:, at], sin[:, at], past)
+            found.append(rms_norm(x, self.final_norm, eps))
+            source = self.carry(rms_norm(x, self.carry_norm, eps))
+        return found

@@ -1,0 +1,112 @@
+"""Trainable decoder layers and the vocabulary map that both draft architectures are made of.
+
+Owns a Llama layer whose attention can follow many chains at once: every row position is the root of its own chain.
+Knows nothing of losses or of where the target's weights come from beyond their names.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distill.decoder import DecoderConfig, FrozenTarget, rms_norm, rotate
+
+KeysValues = list[tuple[Tensor, Tensor]]
+"""Keys and values [R, T, kv_heads, d] of the roots (first entry) and of each later chain step, row by row."""
+
+
+class DraftLayer(nn.Module):
+    """One Llama decoder layer.
+
+    With an empty cache it is ordinary causal attention over the row. With s entries it is step s of T chains at once:
+    position t sees the first entry's positions up to t (the committed past) and its own chain's s - 1 later keys.
+
+        root keys    k0 k1 k2 .. kt            shared, causal
+        chain of t                 c1 c2 .. cs  only position t's own
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        c, self.config = config, config
+        heads, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        self.input_norm = nn.Parameter(torch.ones(c.hidden_size))
+        self.post_norm = nn.Parameter(torch.ones(c.hidden_size))
+        self.q = nn.Linear(c.hidden_size, heads, bias=False)
+        self.k = nn.Linear(c.hidden_size, kv, bias=False)
+        self.v = nn.Linear(c.hidden_size, kv, bias=False)
+        self.o = nn.Linear(heads, c.hidden_size, bias=False)
+        self.gate = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.up = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.down = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: KeysValues) -> Tensor:
+        """x [R, T, H], cos and sin [1, T, 1, d] -> [R, T, H]; this step's keys and values are appended to `past`."""
+        c = self.config
+        h = rms_norm(x, self.input_norm, c.rms_norm_eps)
+        q = rotate(self.q(h).unflatten(-1, (-1, c.head_dim)), cos, sin)
+        k = rotate(self.k(h).unflatten(-1, (-1, c.head_dim)), cos, sin)
+        past.append((k, self.v(h).unflatten(-1, (-1, c.head_dim))))
+        x = x + self.o(chain_attention(q, past).flatten(2))
+        h = rms_norm(x, self.post_norm, c.rms_norm_eps)
+        down: Tensor = self.down(F.silu(self.gate(h)) * self.up(h))
+        return x + down
+
+
+def chain_attention(q: Tensor, past: KeysValues) -> Tensor:
+    """q [R, T, heads, d] over `past` as drawn in `DraftLayer` -> [R, T, heads, d]."""
+    (root_k, root_v), chain = past[0], past[1:]
+    groups = q.shape[2] // root_k.shape[2]
+    if not chain:
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), root_k.transpose(1, 2).repeat_interleave(groups, 1),
+            root_v.transpose(1, 2).repeat_interleave(groups, 1), is_causal=True,
+        )
+        return out.transpose(1, 2)
+    q = q.transpose(1, 2).unflatten(1, (-1, groups)) * q.shape[-1] ** -0.5  # [R, kv, G, T, d]
+    keys, values = (value.transpose(1, 2).unsqueeze(2) for value in (root_k, root_v))  # [R, kv, 1, T, d]
+    length = q.shape[-2]
+    scores = q @ keys.transpose(-1, -2)
+    hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    own = [(q * k.transpose(1, 2).unsqueeze(2)).sum(-1, keepdim=True) for k, _ in chain]
+    weights = torch.cat((scores, *own), dim=-1).softmax(-1, dtype=torch.float32).to(q.dtype)
+    out = weights[..., :length] @ values
+    for step, (_, v) in enumerate(chain):
+        out = out + weights[..., length + step, None] * v.transpose(1, 2).unsqueeze(2)
+    return out.flatten(1, 2).transpose(1, 2)
+
+
+@torch.no_grad()
+def copy_layer(layer: DraftLayer, target: FrozenTarget, index: int) -> None:
+    """Initialise from the target's layer `index` (projection biases and head norms, if any, are left out)."""
+    c, source = target.config, target.layers[index]
+    sizes = (c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim, c.num_key_value_heads * c.head_dim)
+    for linear, weight in zip((layer.q, layer.k, layer.v), source.qkv.weight.split(sizes), strict=True):
+        linear.weight.copy_(weight)
+    gate, up = source.gate_up.weight.chunk(2)
+    layer.gate.weight.copy_(gate)
+    layer.up.weight.copy_(up)
+    layer.o.weight.copy_(source.output.weight)
+    layer.down.weight.copy_(source.down.weight)
+    layer.input_norm.copy_(source.input_norm)
+    layer.post_norm.copy_(source.post_norm)
+
+
+class VocabularyMap(nn.Module):
+    """Which target tokens the draft scores: buffers only.
+
+    `draft_vocab` [N] int64 maps a draft row to its token; `to_draft` [V] int64 maps a token to its row or -1.
+    """
+
+    draft_vocab: Tensor
+    to_draft: Tensor
+
+    def __init__(self, draft_vocab: Tensor, vocab_size: int) -> None:
+        super().__init__()
+        if draft_vocab.unique().numel() != draft_vocab.numel() or not 0 <= int(draft_vocab.min()) <= int(draft_vocab.max()) < vocab_size:
+            raise ValueError(f"draft_vocab: needs distinct tokens in 0..{vocab_size - 1}, given {tuple(draft_vocab.shape)}")
+        to_draft = torch.full((vocab_size,), -1, dtype=torch.int64)
+        to_draft[draft_vocab] = torch.arange(len(draft_vocab))
+        self.register_buffer("draft_vocab", draft_vocab)
+        self.register_buffer("to_draft", to_draft)

@@ -1,0 +1,260 @@
+"""The training loop: batches in, checkpoints and a JSONL of curves out; resumable at any moment.
+
+Owns optimiser, schedule, budget and checkpoint. Knows a draft only by `unroll(batch, steps)` and its parameters.
+Weights compute in `compute_dtype` (bfloat16 is 2-3 times faster on CPUs that have it) over float32 masters.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from distill.data import Batch, batches
+from distill.layers import VocabularyMap
+from distill.losses import Objective, head_loss, soft_targets
+
+
+class Draft(Protocol):
+    """What training and evaluation ask of a draft."""
+
+    vocabulary: VocabularyMap
+    head: nn.Linear
+
+    def unroll(self, batch: Batch, steps: int) -> list[Tensor]:
+        """Final hidden states per chain step; see `EagleDraft.unroll`."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of `nn.Module`."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run; all of it is stored with the checkpoint."""
+
+    steps: int = 3
+    """Chain steps unrolled."""
+    row_len: int = 480
+    batch_tokens: int = 4096
+    lr: float = 6e-4
+    head_lr_scale: float = 0.5
+    muon: bool = False
+    """Muon for the matrices (Jordan et al. 2024); AdamW otherwise, and always for the head and the norms."""
+    muon_lr: float = 0.01
+    weight_decay: float = 0.05
+    warmup: float = 0.03
+    """Fraction of the budget; after it the rate falls as a cosine to a twentieth."""
+    budget_tokens: int = 2_000_000
+    """Token positions read, counted once per pass."""
+    time_s: float | None = None
+    """Stop by then, schedule unfinished; resuming continues it."""
+    prompt_weight: float = 0.2
+    """Loss weight of positions the target did not write."""
+    feature_noise: float = 0.0
+    """Uniform noise of this relative size on features (Li et al. 2024, EAGLE)."""
+    seed: int = 0
+    checkpoint_s: float = 120.0
+    objective: Objective = Objective()
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One line of the curves: means since the last line."""
+
+    tokens: int
+    seconds: float
+    loss: float
+    """Cross-entropy part per position of step 0, nats (soft targets of mass <= 1 + ce_weight)."""
+    hits: tuple[float, ...]
+    """Per chain step: how often the draft's best token is the target's best, where the target wrote."""
+    lr: float
+    tokens_per_s: float
+
+
+def step_loss(draft: Draft, batch: Batch, config: TrainConfig) -> tuple[Tensor, list[float], list[float], float]:
+    """Mean loss of a batch; summed loss and hits per step, and the positions' total weight at step 0."""
+    total: Tensor | None = None
+    losses, hits = [], []
+    count = float(batch.weight[:, 1:].sum())
+    for step, hidden in enumerate(draft.unroll(batch, config.steps)):
+        at = slice(step + 1, None)  # root t is scored at step s by the law that the target had at t + 1 + s
+        ids, logprobs = batch.top_ids[:, at].flatten(0, 1), batch.top_logprobs[:, at].flatten(0, 1)
+        weight = batch.weight[:, at].flatten()
+        used = weight.nonzero()[:, 0]
+        rows, weights = soft_targets(ids[used], logprobs[used], draft.vocabulary.to_draft, config.objective)
+        loss, best = head_loss(hidden.flatten(0, 1)[used], draft.head.weight, rows, weights, weight[used])
+        right = draft.vocabulary.draft_vocab[best] == ids[used, 0]
+        losses.append(float(loss.detach()))
+        hits.append(float((right * weight[used]).sum()))
+        scaled = loss * (config.objective.step_decay**step / max(count, 1.0))
+        total = scaled if total is None else total + scaled
+    if total is None:
+        raise ValueError("batch: rows of one token have nothing to learn from")
+    return total, losses, hits, count
+
+
+class Masters:
+    """Float32 master weights and their optimisers, for a model that computes in a lower precision."""
+
+    def __init__(self, draft: nn.Module, config: TrainConfig) -> None:
+        self.live = [(name, p) for name, p in draft.named_parameters() if p.requires_grad]
+        self.masters = {name: nn.Parameter(p.detach().float().clone()) for name, p in self.live}
+        matrices = {n for n, p in self.live if p.ndim == 2 and "head" not in n and "norm" not in n}
+        head = {n for n, _ in self.live if "head" in n}
+        groups = [
+            {"params": [self.masters[n] for n in sorted(head)], "lr": config.lr * config.head_lr_scale},
+            {"params": [m for n, m in self.masters.items() if n not in matrices | head], "lr": config.lr, "weight_decay": 0.0},
+        ]
+        body = [self.masters[n] for n in sorted(matrices)]
+        self.optimizers: list[torch.optim.Optimizer] = []
+        if config.muon:
+            self.optimizers.append(torch.optim.Muon(body, lr=config.muon_lr, weight_decay=config.weight_decay))
+        else:
+            groups.append({"params": body, "lr": config.lr})
+        self.optimizers.append(
+            torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True)
+        )
+        self.base = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
+
+    def step(self, scale: float, clip: float = 1.0) -> None:
+        """One update at `scale` times the base rates; gradients are clipped to norm `clip` and cleared."""
+        for name, live in self.live:
+            self.masters[name].grad = None if live.grad is None else live.grad.float()
+            live.grad = None
+        torch.nn.utils.clip_grad_norm_([m for m in self.masters.values() if m.grad is not None], clip)
+        for optimizer, rates in zip(self.optimizers, self.base, strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * scale
+            optimizer.step()
+        self.publish()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Copy the masters into the computing weights."""
+        for name, live in self.live:
+            live.copy_(self.masters[name])
+
+    def state(self) -> dict[str, Any]:
+        """All that resuming needs."""
+        return {
+            "masters": {name: value.detach() for name, value in self.masters.items()},
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        }
+
+    @torch.no_grad()
+    def restore(self, state: dict[str, Any]) -> None:
+        """Inverse of `state`."""
+        for name, value in state["masters"].items():
+            self.masters[name].copy_(value)
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.publish()
+
+
+def rate(fraction: float, warmup: float) -> float:
+    """Linear warm-up, then a cosine from 1 to 0.05, at `fraction` of the budget."""
+    if fraction < warmup:
+        return (fraction + 1e-3) / warmup
+    along = min((fraction - warmup) / (1 - warmup), 1.0)
+    return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * along))
+
+
+def train(
+    draft: nn.Module, folders: Sequence[Path], out: Path, config: TrainConfig, *,
+    skip: frozenset[str] = frozenset(), compute_dtype: torch.dtype = torch.bfloat16,
+    report: Callable[[Progress], None] | None = None, report_tokens: int = 50_000,
+) -> None:
+    """Train until the token or time budget is spent; continues from `out/checkpoint.pt` if there is one.
+
+    Writes `checkpoint.pt` (masters, optimiser, place in the data) and appends `curves.jsonl` in `out`.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    masters = Masters(draft, config)
+    draft.to(compute_dtype)
+    tokens, start, earlier_s = _resume(out, masters)
+    device = next(draft.parameters()).device
+    noise = torch.Generator().manual_seed(config.seed + tokens)
+    began = saved = time.monotonic()
+    meter = Meter(tokens)
+    source = batches(
+        folders, row_len=config.row_len, batch_tokens=config.batch_tokens, seed=config.seed,
+        prompt_weight=config.prompt_weight, start=start, skip=skip,
+    )
+    for done, batch in source:
+        elapsed = time.monotonic() - began
+        if tokens >= config.budget_tokens or (config.time_s is not None and elapsed > config.time_s):
+            break
+        loss, losses, hits, count = step_loss(draft, _noisy(batch, config, noise).to(device), config)  # type: ignore[arg-type]
+        loss.backward()  # type: ignore[no-untyped-call]
+        scale = rate(tokens / config.budget_tokens, config.warmup)
+        masters.step(scale)
+        tokens += int((batch.weight > 0).sum())
+        meter.add(losses, hits, count)
+        if tokens - meter.since >= report_tokens:
+            line = meter.line(tokens, earlier_s + elapsed, scale * config.lr)
+            with (out / "curves.jsonl").open("a") as file:
+                file.write(json.dumps(asdict(line)) + "\n")
+            if report is not None:
+                report(line)
+        if time.monotonic() - saved > config.checkpoint_s:
+            saved = time.monotonic()
+            _save(out, masters, tokens, done, earlier_s + elapsed, config)
+    _save(out, masters, tokens, done, earlier_s + time.monotonic() - began, config)
+
+
+class Meter:
+    """Means between two lines of the curves."""
+
+    def __init__(self, tokens: int) -> None:
+        self.since, self._clock = tokens, time.monotonic()
+        self._losses: list[float] = []
+        self._hits: list[float] = []
+        self._count = 0.0
+
+    def add(self, losses: list[float], hits: list[float], count: float) -> None:
+        """Take one batch's sums."""
+        if not self._losses:
+            self._losses, self._hits = [0.0] * len(losses), [0.0] * len(hits)
+        self._losses = [a + b for a, b in zip(self._losses, losses, strict=False)]
+        self._hits = [a + b for a, b in zip(self._hits, hits, strict=False)]
+        self._count += count
+
+    def line(self, tokens: int, seconds: float, lr: float) -> Progress:
+        """The means, and start anew."""
+        now = time.monotonic()
+        speed = (tokens - self.since) / (now - self._clock)
+        hits = tuple(round(hit / self._count, 4) for hit in self._hits)
+        line = Progress(tokens, round(seconds, 1), round(self._losses[0] / self._count, 4), hits, lr, round(speed, 1))
+        self.since, self._clock, self._losses, self._hits, self._count = tokens, now, [], [], 0.0
+        return line
+
+
+def _noisy(batch: Batch, config: TrainConfig, rng: torch.Generator) -> Batch:
+    if not config.feature_noise:
+        return batch
+    scale = batch.features.float().square().mean(-1, keepdim=True).sqrt() * config.feature_noise
+    noise = (torch.rand(batch.features.shape, generator=rng) - 0.5) * 2 * scale
+    return Batch(batch.tokens, (batch.features + noise).to(batch.features.dtype), batch.top_ids, batch.top_logprobs, batch.weight)
+
+
+def _save(out: Path, masters: Masters, tokens: int, done: int, seconds: float, config: TrainConfig) -> None:
+    state = {**masters.state(), "tokens": tokens, "done": done, "seconds": seconds, "config": asdict(config)}
+    torch.save(state, out / "checkpoint.partial")
+    os.replace(out / "checkpoint.partial", out / "checkpoint.pt")
+
+
+def _resume(out: Path, masters: Masters) -> tuple[int, int, float]:
+    path = out / "checkpoint.pt"
+    if not path.exists():
+        return 0, 0, 0.0
+    state = torch.load(path, weights_only=True)
+    masters.restore(state)
+    return state["tokens"], state["done"], state["seconds"]
