@@ -168,7 +168,13 @@ class PlanReceiver:
             memory, connection = join(handle.rendezvous, version=RING_VERSION, timeout_s=timeout_s)
         except PeerGone as error:
             raise ShardDown(f"shard 0: {error}") from None
-        return cls(handle, memory, Doorbell(connection, spin_s=spin_s))
+        receiver = cls(handle, memory, Doorbell(connection, spin_s=spin_s))
+        if not receiver._ring.is_ours():
+            receiver.close()
+            raise ConfigError(
+                f"plan ring: made with other capacities than {handle.spec}; open it with the sender's handle"
+            )
+        return receiver
 
     def receive(self, timeout_s: float) -> tuple[int, ForwardPlan] | None:
         """The next step's number and plan; the arrays are this process's own copies.

@@ -72,6 +72,10 @@ class PlanRing:
         for index, word in enumerate(self._fixed):
             self._words[index] = word
 
+    def is_ours(self) -> bool:
+        """Whether magic, version and capacities are those this side expects."""
+        return self._words[: len(self._fixed)].tolist() == self._fixed
+
     @property
     def sent(self) -> int:
         """Number of the last slot announced."""

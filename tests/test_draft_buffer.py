@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import mmap
 import os
 import pickle
@@ -39,6 +40,7 @@ from buffer_children import (
 )
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing import reductions
 
 from engine.cuda_ipc import refuse_expandable_segments
 from engine.device_buffers import BufferHandle, DraftEnd, TargetEnd, create_draft_buffer, open_draft_buffer
@@ -415,6 +417,11 @@ def test_expandable_segments_are_refused_by_name(variable: str) -> None:
             refuse_expandable_segments({variable: value})
     for value in ("", "expandable_segments:False", "roundup_power2_divisions:[256:1,512:2]"):
         refuse_expandable_segments({variable: value})
+
+
+def test_the_names_by_which_a_cuda_tensor_is_rebuilt_are_those_of_this_torch() -> None:
+    names = inspect.signature(reductions.rebuild_cuda_tensor).parameters
+    assert {"storage_device", "ref_counter_handle", "ref_counter_offset"} <= set(names)
 
 
 # What it survives.

@@ -1,0 +1,131 @@
+"""The draft buffer over CUDA IPC, between two real processes on one GPU. The protocol itself is tested on the CPU."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from engine.device_buffers import BufferHandle, TargetEnd, create_draft_buffer, gpu_uuid, open_draft_buffer
+from engine.draft_protocol import AnswerRow, BufferSpec, OrderRow
+from engine.errors import ConfigError, DraftDown, EngineUnavailable
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+NODE = "node-a"
+SPEC = BufferSpec(max_rows=8, max_k=4, max_feed=64, max_released=8, draft_vocab=32_000)
+ROWS = [OrderRow(key, 0, (1,), 4, 1.0, 1.0, 0, 0, True) for key in range(8)]
+CHILDREN = multiprocessing.get_context("spawn")
+
+
+def expected_probs(seq: int) -> torch.Tensor:
+    """[max_rows, max_k, draft_vocab]: every value tells its step, row, position and column apart."""
+    size = SPEC.max_rows * SPEC.max_k * SPEC.draft_vocab
+    values = torch.arange(size, device="cuda", dtype=torch.float32) + seq
+    return values.view(SPEC.max_rows, SPEC.max_k, SPEC.draft_vocab)
+
+
+def drafts(handle: BufferHandle) -> None:
+    """Writes the probabilities late in a busy stream, so that a missing wait shows."""
+    device = torch.device("cuda", 0)
+    end = open_draft_buffer(handle, node_id=NODE, gpu_uuid=gpu_uuid(device))
+    busy = torch.randn(2048, 2048, device=device)
+    try:
+        while True:
+            order = end.wait(5.0)
+            if order is None:
+                continue
+            for _ in range(10):
+                busy = (busy @ busy).clamp(-1, 1)
+            end.probs.copy_(expected_probs(order.seq))
+            end.answer([AnswerRow(tuple(range(row.k)), (), True) for row in order.rows], draft_s=0.0)
+    except EngineUnavailable:
+        end.close()
+
+
+@pytest.fixture
+def target() -> Iterator[TargetEnd]:
+    end = create_draft_buffer(SPEC, device="cuda", node_id=NODE, epoch=1)
+    yield end
+    end.close()
+
+
+def start(target: TargetEnd) -> Any:
+    process = CHILDREN.Process(target=drafts, args=(target.handle(),), daemon=True)
+    process.start()
+    target.wait_open(60)
+    return process
+
+
+def test_probabilities_of_each_step_are_read_without_a_copy_and_in_order(target: TargetEnd) -> None:
+    process = start(target)
+    address = target.probs.data_ptr()
+    wrong = torch.zeros((), device="cuda", dtype=torch.int64)
+    for seq in range(1, 201):
+        target.ask(ROWS, deadline_s=30)
+        # Queued, not synchronised: the next order must not let the draft overwrite what this still reads.
+        wrong += (target.probs != expected_probs(seq)).sum()
+    assert wrong.item() == 0
+    assert target.probs.data_ptr() == address
+    target.close()
+    process.join(30)
+    assert process.exitcode == 0
+
+
+def test_ten_thousand_steps_hold_no_more_memory(target: TargetEnd) -> None:
+    process = start(target)
+    for _ in range(500):
+        target.ask(ROWS[:1], deadline_s=30)
+    free = torch.cuda.mem_get_info()[0]
+    for _ in range(9500):
+        target.ask(ROWS[:1], deadline_s=30)
+    assert free - torch.cuda.mem_get_info()[0] < 1 << 20
+    process.kill()
+    process.join(30)
+
+
+def test_restarts_after_a_kill_use_the_same_memory() -> None:
+    end = create_draft_buffer(SPEC, device="cuda", node_id=NODE, epoch=1)
+    reserved = torch.cuda.memory_reserved()
+    address = end.probs.data_ptr()
+    for epoch in (2, 3):
+        process = start(end)
+        end.ask(ROWS, deadline_s=30)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(30)
+        with pytest.raises(DraftDown):
+            end.ask(ROWS, deadline_s=30)
+        end = end.renew(epoch=epoch)
+        assert end.probs.data_ptr() == address
+        assert torch.cuda.memory_reserved() == reserved
+    end.close()
+
+
+def test_closing_gives_the_memory_back_even_after_a_kill() -> None:
+    before = torch.cuda.memory_reserved()
+    end = create_draft_buffer(SPEC, device="cuda", node_id=NODE, epoch=1)
+    process = start(end)
+    process.kill()
+    process.join(30)
+    end.close()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before
+
+
+def test_expandable_segments_are_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(ConfigError, match="expandable_segments"):
+        create_draft_buffer(SPEC, device="cuda", node_id=NODE, epoch=1)
+
+
+def test_another_gpu_is_refused(target: TargetEnd) -> None:
+    with pytest.raises(ConfigError, match="place the draft on the GPU of target shard 0"):
+        open_draft_buffer(target.handle(), node_id=NODE, gpu_uuid="GPU-of-another-machine")
