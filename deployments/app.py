@@ -1,0 +1,53 @@
+"""Builds the Serve application: what `import_path: deployments.app:build` in a YAML file names.
+
+Owns the way from settings to deployment options. Runs once per `serve deploy`, on the cluster.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+
+from deployments.placement import bundles
+from deployments.replica import Replica
+from deployments.settings import AppSettings
+from engine.config import EngineConfig
+
+HEALTH_PERIOD_S = 5.0
+MAX_ONGOING_REQUESTS = 100_000
+"""Admission is ours (429 with Retry-After); Serve must never queue or refuse before it."""
+
+
+def build(args: dict[str, Any]) -> Application:
+    """The application for the `args:` of a YAML file.
+
+    Raises:
+        ConfigError: naming each bad field.
+    """
+    settings = with_device(AppSettings.parse(args))
+    deployment = serve.deployment(serve.ingress()(Replica)).options(
+        name="Replica",
+        num_replicas=settings.num_replicas,
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=3 * HEALTH_PERIOD_S,
+        graceful_shutdown_timeout_s=settings.drain_timeout_s,
+        ray_actor_options={"num_cpus": 1},
+        placement_group_bundles=bundles(settings),
+        placement_group_strategy="STRICT_PACK",
+    )
+    return deployment.bind(settings.model_dump())
+
+
+def with_device(settings: AppSettings) -> AppSettings:
+    """`auto` becomes cuda when the cluster has a GPU for every shard, else cpu."""
+    engine = settings.engine
+    if engine.device != "auto":
+        return settings
+    num_gpus = ray.cluster_resources().get("GPU", 0) if ray.is_initialized() else 0
+    device = "cuda" if num_gpus >= engine.tensor_parallel_size else "cpu"
+    chosen = EngineConfig.parse(engine.model_dump() | {"device": device})
+    return settings.model_copy(update={"engine": chosen})

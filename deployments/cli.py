@@ -1,0 +1,114 @@
+"""The `paceline` command.
+
+Owns options and their translation into settings; the work is done elsewhere. Errors on purpose end with one line on
+stderr and status 2, never with a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from deployments import yaml_config
+from engine.errors import PacelineError
+
+NGRAM, NO_DRAFT = "ngram", "none"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    options = _parser().parse_args(argv)
+    try:
+        status: int = options.run(options)
+    except PacelineError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="paceline",
+        description="LLM serving on Ray Serve with speculative decoding that never costs more than it gives.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_serve(commands)
+    _add_check(commands)
+    return parser
+
+
+def _add_serve(commands: Any) -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model on this machine until Ctrl-C",
+        description="Start a local Ray head on loopback, deploy, wait until healthy, serve until Ctrl-C. "
+        "Without options it serves deployments/smollm2.yaml.",
+    )
+    serve.add_argument("--config", type=Path, help="deployment file to start from (default: deployments/smollm2.yaml)")
+    serve.add_argument("--model", help="folder or Hugging Face id of the target, or smollm2")
+    serve.add_argument("--draft", help="none, ngram, or folder or id of a draft model")
+    serve.add_argument("--k", type=int, help="draft tokens per request and step")
+    serve.add_argument("--policy", help="who chooses K: off, fixed or threshold")
+    serve.add_argument("--tp", type=int, metavar="N", help="tensor-parallel target shards")
+    serve.add_argument("--dtype", help="auto, bfloat16 or float32")
+    serve.add_argument("--device", help="auto, cpu or cuda")
+    serve.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest prompt + output")
+    serve.add_argument("--model-name", help="name that clients send (default: from --model)")
+    serve.add_argument("--port", type=int, help="port on loopback (default: 8000)")
+    serve.add_argument("--start-timeout", type=float, default=600.0, metavar="S", help="seconds until healthy")
+    serve.set_defaults(run=_serve)
+
+
+def _add_check(commands: Any) -> None:
+    check = commands.add_parser("check", help="check deployment files without a cluster")
+    check.add_argument("files", type=Path, nargs="+", metavar="FILE")
+    check.set_defaults(run=_check)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from deployments.local_server import serve  # imports ray: seconds that `--help` should not cost
+
+    values = yaml_config.load(options.config or yaml_config.DEFAULT_FILE)
+    args = _overridden(values["applications"][0].get("args") or {}, options)
+    return serve(
+        yaml_config.with_overrides(values, args=args, port=options.port), start_timeout_s=options.start_timeout
+    )
+
+
+def _overridden(args: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """The file's arguments with the command line's on top."""
+    engine = dict(args.get("engine") or {})
+    speculative = dict(engine.get("speculative") or {})
+    if options.draft is not None:
+        method = options.draft if options.draft in (NGRAM, NO_DRAFT) else "draft_model"
+        speculative |= {"method": method, "draft": options.draft if method == "draft_model" else None}
+    speculative |= _given(k=options.k, policy=options.policy)
+    engine |= _given(
+        model=options.model,
+        tensor_parallel_size=options.tp,
+        dtype=options.dtype,
+        device=options.device,
+        max_model_len=options.max_model_len,
+    )
+    changed = args | {"engine": engine | {"speculative": speculative}}
+    if options.model is not None:
+        changed["model_name"] = None
+    return changed | _given(model_name=options.model_name)
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _check(options: argparse.Namespace) -> int:
+    for file in options.files:
+        yaml_config.load(file)
+        print(f"{file}: ok")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""A Ray head of our own on loopback: started for one server, stopped with everything it started and nothing else.
+
+Owns the head's process, its folder, ports and token. Never touches another Ray on the machine: own ports, own temp
+folder, and stopping goes by the ids of the processes that descend from the one started here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+import psutil
+
+from engine.errors import EngineUnavailable
+
+LOOPBACK = "127.0.0.1"
+START_TIMEOUT_S = 90.0
+STOP_TIMEOUT_S = 10.0
+OBJECT_STORE_BYTES = 100 << 20
+"""Ray's smallest comfortable store: nothing large ever goes through it."""
+
+
+def free_port(preferred: int = 0) -> int:
+    """`preferred` if nobody listens there, else any free port on loopback."""
+    for port in (preferred, 0):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((LOOPBACK, port))
+            return int(probe.getsockname()[1])
+    raise EngineUnavailable("no free port on loopback")
+
+
+class LocalRay:
+    """A context manager around a Ray head.
+
+    Args:
+        num_cpus: logical CPUs it offers; more than the machine has is fine, placement only counts.
+    """
+
+    def __init__(self, *, num_cpus: int) -> None:
+        self._num_cpus = num_cpus
+        self._process: subprocess.Popen[bytes] | None = None
+        self.folder = Path(tempfile.mkdtemp(prefix="paceline-", dir="/tmp"))  # short: unix sockets live below it
+        self.port = free_port(6379)
+        self.dashboard_port = free_port(8265)
+        token_file = self.folder / "token"
+        token_file.touch(mode=0o600)
+        token_file.write_text(secrets.token_hex(32))
+        self.env = os.environ | {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token_file),
+            "RAY_ADDRESS": f"{LOOPBACK}:{self.port}",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_DISABLE_IMPORT_WARNING": "1",
+        }
+
+    @property
+    def dashboard_url(self) -> str:
+        return f"http://{LOOPBACK}:{self.dashboard_port}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What the dashboard's HTTP interface wants to see."""
+        token = (self.folder / "token").read_text()
+        return {"Authorization": f"Bearer {token}"}
+
+    def __enter__(self) -> LocalRay:
+        ray_command = Path(sys.executable).with_name("ray")
+        ports = {
+            "--port": self.port,
+            "--dashboard-port": self.dashboard_port,
+            "--dashboard-agent-listen-port": free_port(),
+            "--dashboard-agent-grpc-port": free_port(),
+            "--runtime-env-agent-port": free_port(),
+            "--metrics-export-port": free_port(),
+            "--ray-client-server-port": free_port(),
+        }
+        command = [str(ray_command), "start", "--head", "--block", "--disable-usage-stats"]
+        command += ["--node-ip-address", LOOPBACK, "--dashboard-host", LOOPBACK, "--temp-dir", str(self.folder / "ray")]
+        command += ["--num-cpus", str(self._num_cpus), "--object-store-memory", str(OBJECT_STORE_BYTES)]
+        command += [part for name, port in ports.items() for part in (name, str(port))]
+        with (self.folder / "head.log").open("wb") as log:
+            # A session of its own, so that Ctrl-C in the terminal reaches us alone and we stop it in order.
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self.env, start_new_session=True
+            )
+        try:
+            self._wait_for_dashboard()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def log_tail(self, num_lines: int = 15) -> str:
+        """The end of the head's output, for error messages."""
+        lines = (self.folder / "head.log").read_text(errors="replace").splitlines()
+        return "\n".join(lines[-num_lines:])
+
+    def stop(self) -> None:
+        """Stop the head and all that descends from it. Idempotent."""
+        if self._process is not None:
+            started = _descendants(self._process.pid)
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_TIMEOUT_S)
+            _end(started)
+            self._process.wait()
+            self._process = None
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _wait_for_dashboard(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if not self.is_running:
+                break
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{self.dashboard_url}/api/version", headers=self.headers, timeout=2.0).is_success:
+                    return
+            time.sleep(0.2)
+        raise EngineUnavailable(f"Ray did not start:\n{self.log_tail()}")
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    try:
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    """Wait for these to end; kill those that do not. psutil compares start times, so a reused id is never hit."""
+    _, alive = psutil.wait_procs(processes, timeout=STOP_TIMEOUT_S)
+    late = {child for process in alive for child in _descendants(process.pid)} | set(alive)
+    for process in late:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(list(late), timeout=STOP_TIMEOUT_S)

@@ -1,0 +1,141 @@
+"""`paceline serve`: a model served on this machine, from nothing to a healthy URL, until Ctrl-C.
+
+Owns the order of starting (model, Ray, deploy, health), what is printed, and that everything started here is stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import httpx
+import yaml
+from rich.console import Console
+
+from deployments import yaml_config
+from deployments.local_ray import LOOPBACK, LocalRay
+from engine.errors import ConfigError, EngineUnavailable
+from engine.model_store import resolve_model
+
+SPARE_CPUS = 2
+"""Logical CPUs for Serve's own tasks beside the replica."""
+
+
+class _Stopped(Exception):
+    """SIGINT or SIGTERM arrived."""
+
+
+def serve(values: dict[str, Any], *, start_timeout_s: float) -> int:
+    """Serve what a checked deployment file says, until SIGINT or SIGTERM.
+
+    Args:
+        values: the file's content, with one application.
+        start_timeout_s: from deploying to healthy.
+
+    Returns:
+        Exit status.
+    """
+    console = Console(stderr=True)
+    (settings,) = yaml_config.check(values)
+    host, port = yaml_config.http_address(values)
+    if host != LOOPBACK:
+        raise ConfigError(f"http_options.host: {host} given; `paceline serve` listens on {LOOPBACK} only")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _raise_stopped)
+    try:
+        console.print(f"Model [bold]{settings.engine.model}[/bold]")
+        resolve_model(settings.engine.model)
+        if settings.engine.speculative.draft is not None:
+            resolve_model(settings.engine.speculative.draft)
+        with console.status("Starting Ray"):
+            ray = LocalRay(num_cpus=SPARE_CPUS + settings.num_replicas * 2).__enter__()
+        with contextlib.closing(_Closing(ray, console)):
+            base = f"http://{host}:{port}"
+            with console.status("Deploying"):
+                _deploy(ray, values)
+                _wait_until_healthy(ray, base, start_timeout_s)
+            _print_hello(base, settings.served_name)
+            while ray.is_running:
+                time.sleep(0.5)
+            raise EngineUnavailable(f"Ray ended by itself:\n{ray.log_tail()}")
+    except _Stopped:
+        return 0
+
+
+class _Closing:
+    """Stops Ray with a word to the user; further signals do not interrupt it."""
+
+    def __init__(self, ray: LocalRay, console: Console) -> None:
+        self._ray = ray
+        self._console = console
+
+    def close(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        with self._console.status("Stopping"):
+            self._ray.stop()
+        self._console.print("Stopped.")
+
+
+def _raise_stopped(number: int, frame: FrameType | None) -> None:
+    del number, frame
+    raise _Stopped
+
+
+def _deploy(ray: LocalRay, values: dict[str, Any]) -> None:
+    """Hand the file to `serve deploy`."""
+    file = ray.folder / "deployment.yaml"
+    file.write_text(yaml.safe_dump(values))
+    command = [str(Path(sys.executable).with_name("serve")), "deploy", str(file), "--address", ray.dashboard_url]
+    done = subprocess.run(command, env=ray.env, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise EngineUnavailable(f"serve deploy failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+def _wait_until_healthy(ray: LocalRay, base: str, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{base}/health", timeout=2.0).is_success:
+                return
+        failed = _deploy_failure(ray)
+        if failed is not None:
+            raise EngineUnavailable(f"the deployment failed:\n{failed}")
+        if not ray.is_running:
+            raise EngineUnavailable(f"Ray ended by itself:\n{ray.log_tail()}")
+        time.sleep(0.25)
+    raise EngineUnavailable(f"not healthy within {timeout_s:.0f} s; Ray's logs are under {ray.folder}")
+
+
+def _deploy_failure(ray: LocalRay) -> str | None:
+    """Why Serve gave up, if it did."""
+    try:
+        answer = httpx.get(f"{ray.dashboard_url}/api/serve/applications/", headers=ray.headers, timeout=5.0)
+        applications = answer.json().get("applications", {})
+    except (httpx.HTTPError, ValueError):
+        return None
+    for app in applications.values():
+        messages = [app.get("message", "")] + [d.get("message", "") for d in app.get("deployments", {}).values()]
+        broken = any(d.get("status") in ("UNHEALTHY", "DEPLOY_FAILED") for d in app.get("deployments", {}).values())
+        if app.get("status") == "DEPLOY_FAILED" or broken:
+            return "\n".join(message for message in messages if message)
+    return None
+
+
+def _print_hello(base: str, model: str) -> None:
+    """The URL, a curl line and two lines of Python, on stdout."""
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+    print(f"\nServing {model} at {base}/v1 (Ctrl-C stops it)\n")
+    print(f"  curl {base}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n")
+    print(f'  client = openai.OpenAI(base_url="{base}/v1", api_key="none")')
+    print(
+        f'  print(client.chat.completions.create(model="{model}", '
+        'messages=[{"role": "user", "content": "What is the capital of France?"}]).choices[0].message.content)\n',
+        flush=True,
+    )
