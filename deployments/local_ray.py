@@ -61,6 +61,7 @@ class LocalRay:
             "RAY_AUTH_TOKEN_PATH": str(token_file),
             "RAY_ADDRESS": f"{LOOPBACK}:{self.port}",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # nothing to drain to: this is the only node
             "RAY_DISABLE_IMPORT_WARNING": "1",
         }
 

@@ -1,8 +1,8 @@
 """The unix socket of shard 0: commands in, one message of deltas per step out.
 
-Owns the listening socket, one reading thread per connection and one writing thread, so that neither a slow replica nor
-a full buffer ever holds up the step loop. A replica that goes away takes its requests with it. Knows no engine, only
-the two callables it is given.
+Owns the socket, which takes one replica and no other after it, a reading and a writing thread, so that neither a slow
+replica nor a full buffer ever holds up the step loop. A replica that goes away takes its requests with it. Knows no
+engine, only the callables it is given.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class ShardSocket:
-    """Serves one replica.
+    """Serves one replica, the first that connects.
 
     Args:
         submit, abort: called in the reading thread.
@@ -57,26 +57,29 @@ class ShardSocket:
     def close(self) -> None:
         """Stop both threads once everything queued is written. Idempotent."""
         self._outbox.put(None)
+        self._stop_listening()
+
+    def _serve(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # closed before anyone came
+            return
+        self._stop_listening()  # nothing is left in the file system, however this process ends
+        self._connection = connection
+        try:
+            self._read(connection)
+        except (EngineError, OSError) as error:
+            _log.warning("replica connection ends: %s", error)
+        finally:
+            self._connection = None
+            connection.close()
+            self._abandon()
+
+    def _stop_listening(self) -> None:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:  # closed
-                return
-            self._connection = connection
-            try:
-                self._read(connection)
-            except (EngineError, OSError) as error:
-                _log.warning("replica connection ends: %s", error)
-            finally:
-                self._connection = None
-                connection.close()
-                self._abandon()
 
     def _read(self, connection: socket.socket) -> None:
         with connection.makefile("rb") as stream:
