@@ -63,7 +63,7 @@ def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
 
 
 def _llama3(plain: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Llama 3.1's rule: waves longer than the trained context are slowed by `factor`, short ones kept, a ramp between."""
+    """Llama 3.1's rule: waves longer than the trained context are slowed by `factor`, short ones kept."""
     turns = scaling.original_max_len * plain / (2 * math.pi)  # full turns within the original context
     ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = ramp.clamp(0.0, 1.0)
