@@ -51,9 +51,13 @@ class ChatFormat:
         stop = tokenizer.eos_token
         if len(pieces) != 4 or not pieces[1].startswith(stop) or not pieces[2].startswith(stop):
             raise ValueError(f"chat template: turns must end with {stop!r}; given a template that renders {text!r}")
-        encode = lambda piece: tuple(tokenizer.encode(piece, add_special_tokens=False))  # noqa: E731
-        opening, answer, user = encode(pieces[0]), encode(pieces[1]), encode(pieces[2])
+        opening, answer, user = (encode(tokenizer, piece) for piece in pieces[:3])
         return cls(opening, answer[1:], user[1:], answer[0])
+
+
+def encode(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Token ids of plain text, no special tokens added."""
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def self_chat(chat: ChatFormat, seed: int, *, max_answer: int = 300) -> Iterator[Job]:
@@ -67,20 +71,29 @@ def self_chat(chat: ChatFormat, seed: int, *, max_answer: int = 300) -> Iterator
         yield Job("chat", chat.opening, tuple(segments))
 
 
-def answers(chat: ChatFormat, tokenizer: Any, prompts: Iterable[Prompt], seed: int, *, max_answer: int = 240) -> Iterator[Job]:
+def answers(
+    chat: ChatFormat,
+    tokenizer: Any,
+    prompts: Iterable[Prompt],
+    seed: int,
+    *,
+    max_answer: int = 240,
+    temperatures: tuple[float, ...] = TEMPERATURES,
+) -> Iterator[Job]:
     """Jobs in which the target answers given prompts; a second turn is given after its first answer."""
     rng = random.Random(seed)
-    encode: Callable[[str], tuple[int, ...]] = lambda text: tuple(tokenizer.encode(text, add_special_tokens=False))  # noqa: E731
     for prompt in prompts:
-        temperature = rng.choice(TEMPERATURES)
-        ids = (*chat.opening, *encode(prompt.turns[0]), chat.stop, *chat.to_answer)
+        temperature = rng.choice(temperatures)
+        ids = (*chat.opening, *encode(tokenizer, prompt.turns[0]), chat.stop, *chat.to_answer)
         segments = []
         for turn in prompt.turns[1:]:
-            segments.append(Segment(temperature, 160, (*chat.to_user, *encode(turn), chat.stop, *chat.to_answer)))
+            segments.append(
+                Segment(temperature, 160, (*chat.to_user, *encode(tokenizer, turn), chat.stop, *chat.to_answer))
+            )
         yield Job(prompt.kind, ids, (*segments, Segment(temperature, max_answer)))
 
 
-def logged(path: Path, chat: ChatFormat, tokenizer: Any) -> Iterator[Job]:
+def logged(path: Path, chat: ChatFormat, tokenizer: Any, seed: int) -> Iterator[Job]:
     """Jobs from a JSONL of the operator's own traffic.
 
     Each line holds `prompt` (text), `turns` (user texts) or `messages` (OpenAI style; assistant turns are dropped and
@@ -89,6 +102,7 @@ def logged(path: Path, chat: ChatFormat, tokenizer: Any) -> Iterator[Job]:
     Raises:
         ValueError: a line with none of these fields, with its number.
     """
+
     def read() -> Iterator[Prompt]:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             item = json.loads(line)
@@ -102,7 +116,7 @@ def logged(path: Path, chat: ChatFormat, tokenizer: Any) -> Iterator[Job]:
                 raise ValueError(f"{path}:{number}: fields {sorted(item)}; needs one of prompt, turns, messages")
             yield Prompt("logged", tuple(turns))
 
-    yield from answers(chat, tokenizer, read(), seed=0)
+    yield from answers(chat, tokenizer, read(), seed)
 
 
 def token_rows(rows: np.ndarray[Any, Any]) -> Iterator[Job]:
@@ -133,28 +147,41 @@ def by_length(jobs: Iterator[Job], low: int, high: int) -> Iterator[Job]:
 
 
 def fill(
-    generator: Generator, jobs: Iterator[Job], writer: ShardWriter, *, num_tokens: int | None = None,
-    time_s: float | None = None, report: Callable[[int, float], None] | None = None,
+    generator: Generator,
+    jobs: Iterator[Job],
+    writer: ShardWriter,
+    *,
+    num_tokens: int | None = None,
+    time_s: float | None = None,
+    report: Callable[[int, float], None] | None = None,
 ) -> int:
     """Generate until the budget is spent; returns the tokens of finished documents.
 
     `report` is called with (tokens, seconds) after each document. Interrupting loses only what is not yet in a shard.
     """
     started, total = time.monotonic(), 0
-    for document in generator.run(jobs):
-        if len(document.tokens) < 16:
-            continue
-        writer.add(document)
-        total += len(document.tokens)
-        elapsed = time.monotonic() - started
-        if report is not None:
-            report(total, elapsed)
-        if (num_tokens is not None and total >= num_tokens) or (time_s is not None and elapsed >= time_s):
-            break
-    writer.flush()
+    try:
+        for document in generator.run(jobs):
+            if len(document.tokens) < 16:
+                continue
+            writer.add(document)
+            total += len(document.tokens)
+            elapsed = time.monotonic() - started
+            if report is not None:
+                report(total, elapsed)
+            if (num_tokens is not None and total >= num_tokens) or (time_s is not None and elapsed >= time_s):
+                break
+    finally:
+        writer.flush()
     return total
 
 
-def take(jobs: Iterator[Job], count: int) -> Iterator[Job]:
-    """The first `count` jobs."""
-    return itertools.islice(jobs, count)
+def repeated(make: Callable[[int], Iterator[Job]]) -> Iterator[Job]:
+    """make(0), then make(1), ... without end; stops if one of them is empty."""
+    for number in itertools.count():
+        first = True
+        for job in make(number):
+            first = False
+            yield job
+        if first:
+            return

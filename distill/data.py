@@ -124,12 +124,21 @@ class Batch:
 
 def shard_paths(folders: Sequence[Path]) -> list[Path]:
     """All finished shards of the folders, in a fixed order."""
-    return sorted(path.parent for folder in folders for path in folder.glob("*/meta.json") if path.parent.name[0] != ".")
+    return sorted(
+        path.parent for folder in folders for path in folder.glob("*/meta.json") if path.parent.name[0] != "."
+    )
 
 
 def batches(
-    folders: Sequence[Path], *, row_len: int, batch_tokens: int, seed: int, prompt_weight: float,
-    start: int = 0, skip: frozenset[str] = frozenset(), group: int = 4,
+    folders: Sequence[Path],
+    *,
+    row_len: int,
+    batch_tokens: int,
+    seed: int,
+    prompt_weight: float,
+    start: int = 0,
+    skip: frozenset[str] = frozenset(),
+    group: int = 4,
 ) -> Iterator[tuple[int, Batch]]:
     """Endless training batches, each with the number of shards finished before it (hand it back as `start` to resume).
 
@@ -203,6 +212,22 @@ def collate(spans: Sequence[tuple[Shard, int, int]], row_len: int, prompt_weight
         written = np.asarray(shard.written[start:stop], np.float32)
         weight[row, : n - 1] = np.where(written[1:] > 0, 1.0, prompt_weight)
     return Batch(
-        torch.from_numpy(tokens), torch.from_numpy(features).view(torch.bfloat16), torch.from_numpy(top_ids),
-        torch.from_numpy(top_logprobs), torch.from_numpy(weight),
+        torch.from_numpy(tokens),
+        torch.from_numpy(features).view(torch.bfloat16),
+        torch.from_numpy(top_ids),
+        torch.from_numpy(top_logprobs),
+        torch.from_numpy(weight),
     )
+
+
+def token_mass(paths: Sequence[Path], vocab_size: int) -> Tensor:
+    """[vocab_size] float64: the target's expected use of each token over the shards' written positions.
+
+    Sums probabilities instead of counting tokens, so that rare tokens are ranked well on little data.
+    """
+    mass = np.zeros(vocab_size)
+    for shard in map(Shard.open, paths):
+        written = np.flatnonzero(np.asarray(shard.written[1:]))
+        ids, probs = shard.top_ids[written], np.exp(shard.top_logprobs[written].astype(np.float32))
+        mass += np.bincount(ids.ravel(), probs.ravel(), minlength=vocab_size)
+    return torch.from_numpy(mass)

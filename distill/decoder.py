@@ -89,7 +89,7 @@ class PackedLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None, rows: int) -> None:
         self.weight, self.bias = weight, bias
         self.packed: Tensor | None = None
-        if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():
+        if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _has_onednn():
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -135,8 +135,14 @@ class FrozenTarget:
     """
 
     def __init__(
-        self, folder: Path, *, feature_layers: tuple[int, ...], device: str = "cpu",
-        dtype: torch.dtype = torch.bfloat16, rows: int = 96, max_len: int = 2048,
+        self,
+        folder: Path,
+        *,
+        feature_layers: tuple[int, ...],
+        device: str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+        rows: int = 96,
+        max_len: int = 2048,
     ) -> None:
         self.folder = folder
         self.config = DecoderConfig.from_dict(json.loads((folder / "config.json").read_text()))
@@ -163,7 +169,7 @@ class FrozenTarget:
         taps = []
         for index, layer in enumerate(self.layers):
             h = rms_norm(x, layer.input_norm, c.rms_norm_eps)
-            heads = layer.qkv(h).unflatten(-1, (-1, c.head_dim))
+            heads = torch.unflatten(layer.qkv(h), -1, (-1, c.head_dim))
             q, k, v = heads.split((c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads), dim=2)
             if layer.q_norm is not None and layer.k_norm is not None:
                 q, k = rms_norm(q, layer.q_norm, c.rms_norm_eps), rms_norm(k, layer.k_norm, c.rms_norm_eps)
@@ -214,6 +220,10 @@ def fingerprint(folder: Path) -> dict[str, Any]:
     digest = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.exists() else ""
     names = ("hidden_size", "num_hidden_layers", "vocab_size")
     return {**{name: config[name] for name in names}, "tokenizer_sha256": digest}
+
+
+def _has_onednn() -> bool:
+    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
 def _layer(weights: dict[str, Tensor], index: int, rows: int) -> DecoderLayer:

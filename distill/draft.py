@@ -27,6 +27,7 @@ class SmallDraft(nn.Module):
         super().__init__()
         self.config = replace(config, num_hidden_layers=num_layers)
         self.vocabulary = VocabularyMap(draft_vocab, config.vocab_size)
+        self.embed: Tensor
         self.register_buffer("embed", embed, persistent=False)
         self.layers = nn.ModuleList([DraftLayer(self.config) for _ in range(num_layers)])
         self.final_norm = nn.Parameter(torch.ones(config.hidden_size))
@@ -34,7 +35,7 @@ class SmallDraft(nn.Module):
 
     @torch.no_grad()
     def initialise(self, target: FrozenTarget, *, layers: tuple[int, ...] | None = None) -> None:
-        """From the target's first layers and its last one, or from `layers`; head rows and final norm from the target."""
+        """From the target's first layers and its last one, or from `layers`; head and final norm too."""
         count = len(self.layers)
         chosen = layers or (*range(count - 1), target.config.num_hidden_layers - 1)
         for layer, index in zip(self.layers, chosen, strict=True):
@@ -43,8 +44,8 @@ class SmallDraft(nn.Module):
         self.final_norm.copy_(target.final_norm)
         self.head.weight.copy_(target.head_weight[self.vocabulary.draft_vocab])
 
-    def unroll(self, batch: Batch, steps: int) -> list[Tensor]:
-        """As `EagleDraft.unroll`: entry s [R, T - 1 - s, H] scores token t + 2 + s."""
+    def unroll(self, batch: Batch, steps: int, first_root: int = 0) -> list[Tensor]:
+        """As `EagleDraft.unroll`: entry s [R, T - 1 - s - first_root, H] scores token t + 2 + s."""
         length = batch.tokens.shape[1]
         dtype = self.head.weight.dtype
         cos, sin = rope_tables(self.config, length, batch.tokens.device)
@@ -53,4 +54,4 @@ class SmallDraft(nn.Module):
         for layer in self.layers:
             x = layer(x, cos, sin, [])
         x = rms_norm(x, self.final_norm, self.config.rms_norm_eps)
-        return [x[:, step + 1 :] for step in range(min(steps, length - 1))]
+        return [x[:, step + 1 + first_root :] for step in range(min(steps, length - 1 - first_root))]

@@ -27,7 +27,12 @@ class EagleDraft(nn.Module):
     architecture = "eagle"
 
     def __init__(
-        self, config: DecoderConfig, feature_layers: tuple[int, ...], draft_vocab: Tensor, embed: Tensor, *,
+        self,
+        config: DecoderConfig,
+        feature_layers: tuple[int, ...],
+        draft_vocab: Tensor,
+        embed: Tensor,
+        *,
         num_layers: int = 1,
     ) -> None:
         super().__init__()
@@ -35,6 +40,7 @@ class EagleDraft(nn.Module):
         self.feature_layers = feature_layers
         self.vocabulary = VocabularyMap(draft_vocab, config.vocab_size)
         hidden, count = config.hidden_size, len(feature_layers)
+        self.embed: Tensor
         self.register_buffer("embed", embed, persistent=False)
         self.feature_norm = nn.Parameter(torch.ones(count, hidden))
         self.fuse = nn.Linear(count * hidden, hidden, bias=False)
@@ -47,8 +53,13 @@ class EagleDraft(nn.Module):
         self.head = nn.Linear(hidden, len(draft_vocab), bias=False)
 
     @torch.no_grad()
-    def initialise(self, target: FrozenTarget, *, layers: tuple[int, ...] | None = None) -> None:
-        """Last feature passed through, token embedding added, layers and head from the target."""
+    def initialise(
+        self, target: FrozenTarget, *, layers: tuple[int, ...] | None = None, residual_size: float = 26.0
+    ) -> None:
+        """Last feature passed through, token embedding added, layers and head from the target.
+
+        `residual_size` is the root mean square of the target's hidden state where the copied layers sit.
+        """
         hidden = self.config.hidden_size
         count = len(self.layers)
         eye = torch.eye(hidden)
@@ -60,13 +71,16 @@ class EagleDraft(nn.Module):
         for layer, index in zip(self.layers, layers or tuple(range(last - count, last)), strict=True):
             assert isinstance(layer, DraftLayer)
             copy_layer(layer, target, index)
+            # The target's residual stream is far from unit size by its last layers; this one starts at unit size.
+            layer.o.weight /= residual_size
+            layer.down.weight /= residual_size
         self.final_norm.copy_(target.final_norm)
         self.head.weight.copy_(target.head_weight[self.vocabulary.draft_vocab])
 
-    def unroll(self, batch: Batch, steps: int) -> list[Tensor]:
-        """Final hidden states of chain steps 0..steps-1, rooted at every position.
+    def unroll(self, batch: Batch, steps: int, first_root: int = 0) -> list[Tensor]:
+        """Final hidden states of chain steps 0..steps-1, rooted at every position from `first_root` on.
 
-        Entry s is [R, T - 1 - s, H]: position t holds the state that scores token t + 2 + s, after the target's
+        Entry s is [R, T - 1 - s - first_root, H]: the state of root t scores token t + 2 + s, after the target's
         features up to t and the true tokens up to t + 1 + s.
         """
         eps = self.config.rms_norm_eps
@@ -82,14 +96,22 @@ class EagleDraft(nn.Module):
         found = []
         for step in range(steps):
             width = length - 1 - step
-            if width < 1:
+            if width <= first_root:
                 break
+            first = first_root if step else 0
             # Roots whose chain would run past the row's end are dropped, here and from the keys kept so far.
-            pasts = [[(k[:, :width], v[:, :width]) for k, v in past] for past in pasts]
-            x = source[:, :width] + self.token(tokens[:, step + 1 :])
-            at = slice(step + 1, step + 1 + width)
+            pasts = [_shortened(past, width, first_root) for past in pasts]
+            x = source[:, : width - first] + self.token(tokens[:, step + 1 + first :])
+            at = slice(step + 1 + first, step + 1 + width)
             for layer, past in zip(self.layers, pasts, strict=True):
                 x = layer(x, cos[:, at], sin[:, at], past)
+            x = x[:, first_root - first :]
             found.append(rms_norm(x, self.final_norm, eps))
             source = self.carry(rms_norm(x, self.carry_norm, eps))
         return found
+
+
+def _shortened(past: KeysValues, width: int, first_root: int) -> KeysValues:
+    """Drop roots from `width` on: the roots' keys hold all positions, later steps' only those from `first_root`."""
+    ends = [width] + [width - first_root] * (len(past) - 1)
+    return [(k[:, :end], v[:, :end]) for end, (k, v) in zip(ends, past, strict=False)]

@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from distill.data import Batch, Shard, collate, shard_paths
-from distill.losses import overlap, soft_targets
-from distill.losses import Objective
+from distill.data import Batch, Shard, collate
+from distill.losses import Objective, overlap, soft_targets
 from distill.trainer import Draft
+
+Bits = npt.NDArray[np.bool_]
+Reals = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -39,90 +41,87 @@ class Acceptance:
 
 
 @torch.inference_mode()
-def answer_hits(draft: Draft, batch: Batch, k: int, temperature: float) -> tuple[Tensor, Tensor]:
-    """hits [K, T] bool and overlaps [K, T] float for the one row of `batch`; column t is the chain after root t."""
-    length = batch.tokens.shape[1]
-    hits, overlaps = torch.zeros(k, length, dtype=torch.bool), torch.zeros(k, length)
-    for step, hidden in enumerate(draft.unroll(batch, k)):
+def answer_hits(draft: Draft, batch: Batch, first_root: int, k: int, temperature: float) -> tuple[Bits, Reals]:
+    """hits and overlaps [K, roots] for the one row of `batch`; column i is the chain after root first_root + i."""
+    roots = batch.tokens.shape[1] - 1 - first_root
+    hits, overlaps = np.zeros((k, roots), np.bool_), np.zeros((k, roots), np.float32)
+    for step, hidden in enumerate(draft.unroll(batch, k, first_root)):
         logits = draft.head(hidden[0])
-        ids = batch.top_ids[0, step + 1 :]
-        width = len(ids)
-        hits[step, :width] = draft.vocabulary.draft_vocab[logits.argmax(-1)] == ids[:, 0]
-        rows, present = soft_targets(ids, batch.top_logprobs[0, step + 1 :], draft.vocabulary.to_draft, Objective(1.0, 0.0))
-        overlaps[step, :width] = overlap(logits, rows, batch.top_logprobs[0, step + 1 :], present > 0, temperature)
+        at = slice(step + 1 + first_root, None)
+        ids, logprobs = batch.top_ids[0, at], batch.top_logprobs[0, at]
+        right = draft.vocabulary.draft_vocab[logits.argmax(-1)] == ids[:, 0]
+        rows, present = soft_targets(ids, logprobs, draft.vocabulary.to_draft, Objective(1.0, 0.0))
+        hits[step, : len(ids)] = right.numpy()
+        overlaps[step, : len(ids)] = overlap(logits, rows, logprobs, present > 0, temperature).numpy()
     return hits, overlaps
 
 
-def walk(hits: np.ndarray, first_root: int, last_root: int) -> tuple[list[int], int]:
-    """Verify steps from `first_root`: accepted lengths, and tokens emitted up to `last_root`."""
-    root, accepted_lens = first_root, []
-    while root < last_root:
+def walk(hits: Bits) -> tuple[list[int], int]:
+    """Verify steps over an answer with chains hits [K, roots]: accepted lengths, and tokens emitted."""
+    root, last, accepted_lens = 0, hits.shape[1], []
+    while root < last:
         wrong = np.flatnonzero(~hits[:, root])
         accepted = int(wrong[0]) if len(wrong) else hits.shape[0]
-        accepted = min(accepted, last_root - root)
         accepted_lens.append(accepted)
         root += accepted + 1
-    return accepted_lens, root - first_root
+    return accepted_lens, sum(accepted_lens) + len(accepted_lens)
 
 
 def evaluate(
-    draft: Draft, shards: Sequence[Path], *, k: int = 5, temperature: float = 0.8, limit: int | None = None
+    draft: Draft, shards: Sequence[Path], *, k: int = 5, temperature: float = 0.8, every: int = 1
 ) -> dict[str, Acceptance]:
-    """Acceptance by kind of document, and under `all`.
+    """Acceptance by kind of document, and under `all`; `every` n-th document only.
 
-    Greedy figures use documents answered greedily (kind without a `@`), sampled ones those whose kind ends in `@T`;
-    where a kind has no sampled documents its greedy ones serve.
+    Greedy figures use documents answered greedily; kinds that end in `@sampled` hold answers sampled at `temperature`
+    and give the sampled figures (where a kind has none, its greedy answers serve).
     """
-    greedy: dict[str, list[tuple[np.ndarray, np.ndarray, int, int]]] = defaultdict(list)
-    sampled: dict[str, list[np.ndarray]] = defaultdict(list)
-    for kind, batch, begin in documents(shards, limit):
-        hits, overlaps = (value.numpy() for value in answer_hits(draft, batch, k, temperature))
-        last = batch.tokens.shape[1] - 1
-        base = kind.split("@")[0]
+    greedy: dict[str, list[tuple[Bits, Reals]]] = defaultdict(list)
+    sampled: dict[str, list[Reals]] = defaultdict(list)
+    for kind, batch, first_root in documents(shards, every):
+        hits, overlaps = answer_hits(draft, batch, first_root, k, temperature)
+        base, _, how = kind.partition("@")
         for name in (base, "all"):
-            if "@" in kind:
-                sampled[name].append(overlaps[:, begin : max(last - k, begin + 1)].mean(1))
+            if how:
+                sampled[name].append(overlaps)
             else:
-                greedy[name].append((hits, overlaps, begin, last))
-    return {name: _acceptance(rows, sampled.get(name, []), k) for name, rows in greedy.items()}
+                greedy[name].append((hits, overlaps))
+    return {
+        name: _acceptance([h for h, _ in rows], sampled.get(name) or [o for _, o in rows], k)
+        for name, rows in sorted(greedy.items())
+    }
 
 
-def documents(shards: Sequence[Path], limit: int | None = None) -> Iterable[tuple[str, Batch, int]]:
-    """(kind, one-row batch, first root) of every document; the first root is the last prompt token but one."""
+def documents(shards: Sequence[Path], every: int = 1) -> Iterable[tuple[str, Batch, int]]:
+    """(kind, one-row batch, first root) of each `every`-th document.
+
+    The first root is the last prompt token: the first answer token comes from prefill, so drafting starts after it.
+    """
     count = 0
     for path in shards:
         shard = Shard.open(path)
         for kind, start, stop in zip(shard.meta["kinds"], shard.doc_starts[:-1], shard.doc_starts[1:], strict=True):
+            count += 1
             written = np.flatnonzero(shard.written[start:stop])
-            if not len(written) or stop - start < 8:
+            if count % every or not len(written) or stop - start - written[0] < 3:
                 continue
             yield kind, collate([(shard, int(start), int(stop))], int(stop - start), 0.0), max(int(written[0]) - 1, 0)
-            count += 1
-            if limit is not None and count >= limit:
-                return
 
 
-def eval_shards(folder: Path) -> list[Path]:
-    """Finished shards of an evaluation folder."""
-    return shard_paths([folder])
-
-
-def _acceptance(rows: list[tuple[np.ndarray, np.ndarray, int, int]], sampled: list[np.ndarray], k: int) -> Acceptance:
-    reached, accepted_at, per_answer, right, positions = np.zeros(k), np.zeros(k), [], 0.0, 0
-    for hits, _, begin, last in rows:
-        lengths, emitted = walk(hits, begin, last)
-        if not lengths:
-            continue
+def _acceptance(hits: list[Bits], overlaps: list[Reals], k: int) -> Acceptance:
+    reached, accepted, per_answer = np.zeros(k), np.zeros(k), []
+    for chains in hits:
+        lengths, emitted = walk(chains)
         per_answer.append(emitted / len(lengths))
         for length in lengths:
             reached[: length + 1] += 1
-            accepted_at[:length] += 1
-        right += float(hits[0, begin:last].sum())
-        positions += last - begin
-    overlaps = sampled or [o[:, begin : max(last - k, begin + 1)].mean(1) for _, o, begin, last in rows]
-    chance = accepted_at / np.maximum(reached, 1)
+            accepted[:length] += 1
+    everywhere = np.concatenate([chains[0] for chains in hits])
+    means = [rows[:, : max(rows.shape[1] - k, 1)].mean(1) for rows in overlaps]
     return Acceptance(
-        num_answers=len(per_answer), first=float(chance[0]), per_position=tuple(map(float, chance)),
-        tokens_per_step=float(np.mean(per_answer)), everywhere=right / max(positions, 1),
-        sampled=tuple(map(float, np.mean(overlaps, axis=0))),
+        num_answers=len(per_answer),
+        first=float(accepted[0] / max(reached[0], 1)),
+        per_position=tuple(map(float, accepted / np.maximum(reached, 1))),
+        tokens_per_step=float(np.mean(per_answer)),
+        everywhere=float(everywhere.mean()),
+        sampled=tuple(map(float, np.mean(means, axis=0))),
     )

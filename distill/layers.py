@@ -19,8 +19,9 @@ KeysValues = list[tuple[Tensor, Tensor]]
 class DraftLayer(nn.Module):
     """One Llama decoder layer.
 
-    With an empty cache it is ordinary causal attention over the row. With s entries it is step s of T chains at once:
-    position t sees the first entry's positions up to t (the committed past) and its own chain's s - 1 later keys.
+    With an empty cache it is ordinary causal attention over the row. With s entries it is step s of many chains at
+    once: position t sees the first entry's positions up to t (the committed past) and its own chain's s - 1 later
+    keys. Where there are fewer queries than roots, they are the last ones.
 
         root keys    k0 k1 k2 .. kt            shared, causal
         chain of t                 c1 c2 .. cs  only position t's own
@@ -44,9 +45,9 @@ class DraftLayer(nn.Module):
         """x [R, T, H], cos and sin [1, T, 1, d] -> [R, T, H]; this step's keys and values are appended to `past`."""
         c = self.config
         h = rms_norm(x, self.input_norm, c.rms_norm_eps)
-        q = rotate(self.q(h).unflatten(-1, (-1, c.head_dim)), cos, sin)
-        k = rotate(self.k(h).unflatten(-1, (-1, c.head_dim)), cos, sin)
-        past.append((k, self.v(h).unflatten(-1, (-1, c.head_dim))))
+        q = rotate(torch.unflatten(self.q(h), -1, (-1, c.head_dim)), cos, sin)
+        k = rotate(torch.unflatten(self.k(h), -1, (-1, c.head_dim)), cos, sin)
+        past.append((k, torch.unflatten(self.v(h), -1, (-1, c.head_dim))))
         x = x + self.o(chain_attention(q, past).flatten(2))
         h = rms_norm(x, self.post_norm, c.rms_norm_eps)
         down: Tensor = self.down(F.silu(self.gate(h)) * self.up(h))
@@ -59,15 +60,17 @@ def chain_attention(q: Tensor, past: KeysValues) -> Tensor:
     groups = q.shape[2] // root_k.shape[2]
     if not chain:
         out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), root_k.transpose(1, 2).repeat_interleave(groups, 1),
-            root_v.transpose(1, 2).repeat_interleave(groups, 1), is_causal=True,
+            q.transpose(1, 2),
+            root_k.transpose(1, 2).repeat_interleave(groups, 1),
+            root_v.transpose(1, 2).repeat_interleave(groups, 1),
+            is_causal=True,
         )
         return out.transpose(1, 2)
-    q = q.transpose(1, 2).unflatten(1, (-1, groups)) * q.shape[-1] ** -0.5  # [R, kv, G, T, d]
+    q = torch.unflatten(q.transpose(1, 2), 1, (-1, groups)) * q.shape[-1] ** -0.5  # [R, kv, G, T, d]
     keys, values = (value.transpose(1, 2).unsqueeze(2) for value in (root_k, root_v))  # [R, kv, 1, T, d]
-    length = q.shape[-2]
+    rows, length = q.shape[-2], keys.shape[-2]
     scores = q @ keys.transpose(-1, -2)
-    hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+    hidden = torch.ones(rows, length, dtype=torch.bool, device=q.device).triu(1 + length - rows)
     scores = scores.masked_fill(hidden, float("-inf"))
     own = [(q * k.transpose(1, 2).unsqueeze(2)).sum(-1, keepdim=True) for k, _ in chain]
     weights = torch.cat((scores, *own), dim=-1).softmax(-1, dtype=torch.float32).to(q.dtype)
@@ -82,7 +85,7 @@ def copy_layer(layer: DraftLayer, target: FrozenTarget, index: int) -> None:
     """Initialise from the target's layer `index` (projection biases and head norms, if any, are left out)."""
     c, source = target.config, target.layers[index]
     sizes = (c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim, c.num_key_value_heads * c.head_dim)
-    for linear, weight in zip((layer.q, layer.k, layer.v), source.qkv.weight.split(sizes), strict=True):
+    for linear, weight in zip((layer.q, layer.k, layer.v), torch.split(source.qkv.weight, sizes), strict=True):
         linear.weight.copy_(weight)
     gate, up = source.gate_up.weight.chunk(2)
     layer.gate.weight.copy_(gate)
@@ -104,8 +107,13 @@ class VocabularyMap(nn.Module):
 
     def __init__(self, draft_vocab: Tensor, vocab_size: int) -> None:
         super().__init__()
-        if draft_vocab.unique().numel() != draft_vocab.numel() or not 0 <= int(draft_vocab.min()) <= int(draft_vocab.max()) < vocab_size:
-            raise ValueError(f"draft_vocab: needs distinct tokens in 0..{vocab_size - 1}, given {tuple(draft_vocab.shape)}")
+        if (
+            len(set(draft_vocab.tolist())) != len(draft_vocab)
+            or not 0 <= int(draft_vocab.min()) <= int(draft_vocab.max()) < vocab_size
+        ):
+            raise ValueError(
+                f"draft_vocab: needs distinct tokens in 0..{vocab_size - 1}, given {tuple(draft_vocab.shape)}"
+            )
         to_draft = torch.full((vocab_size,), -1, dtype=torch.int64)
         to_draft[draft_vocab] = torch.arange(len(draft_vocab))
         self.register_buffer("draft_vocab", draft_vocab)

@@ -26,7 +26,9 @@ class Objective:
     """Loss weight of unrolled step s is step_decay ** s (Li et al. 2025, EAGLE-3)."""
 
 
-def soft_targets(top_ids: Tensor, top_logprobs: Tensor, to_draft: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
+def soft_targets(
+    top_ids: Tensor, top_logprobs: Tensor, to_draft: Tensor, objective: Objective
+) -> tuple[Tensor, Tensor]:
     """The law to imitate, in draft rows.
 
     Args:
@@ -54,12 +56,15 @@ class HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, hidden: Tensor, head: Tensor, rows: Tensor, weights: Tensor, scale: Tensor, chunk: int
     ) -> tuple[Tensor, Tensor]:
         """hidden [N, H], head [V, H], rows and weights [N, M], scale [N] -> loss [], best rows [N]."""
         total = hidden.new_zeros((), dtype=torch.float32)
-        grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros(head.shape, dtype=torch.float32, device=head.device)
+        grad_hidden, grad_head = (
+            torch.empty_like(hidden),
+            torch.zeros(head.shape, dtype=torch.float32, device=head.device),
+        )
         best = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
         for start in range(0, hidden.shape[0], chunk):
             part = slice(start, start + chunk)
@@ -77,7 +82,7 @@ class HeadLoss(torch.autograd.Function):
         return total, best
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """The stored gradients times the incoming one."""
         grad_hidden, grad_head = ctx.saved_tensors
         return grad_hidden * grad_loss, grad_head * grad_loss, None, None, None, None

@@ -18,15 +18,40 @@ from importlib import metadata
 from pathlib import Path
 
 LANGUAGES = {
-    "de": "German", "fr": "French", "es": "Spanish", "it": "Italian", "pt": "Portuguese", "nl": "Dutch",
-    "pl": "Polish", "sv": "Swedish", "da": "Danish", "ro": "Romanian",
+    "de": "German",
+    "fr": "French",
+    "es": "Spanish",
+    "it": "Italian",
+    "pt": "Portuguese",
+    "nl": "Dutch",
+    "pl": "Polish",
+    "sv": "Swedish",
+    "da": "Danish",
+    "ro": "Romanian",
 }
 _REQUEST = re.compile(r"^\.(?:[BIRS]{1,2}|BR|IR|RB|RI|Nm|Ar|Fl|Pa|Xr|Em|Sy)\s+")
 _ESCAPE = re.compile(r"\\(?:f(?:\[[^]]*\]|\(..|.)|[&%:/,|^]|s[-+]?\d+|m\[[^]]*\])")
 _SPECIAL = re.compile(r"\\\((..)|\\\[([^]]{2,6})\]")
 _ACCENTS = {"'": "\u0301", "`": "\u0300", "^": "\u0302", ":": "\u0308", "~": "\u0303", ",": "\u0327", "o": "\u030a"}
 _ENGLISH = re.compile(r"\b(?:the|of|and|is|to|with|are)\b")
-_SIGNS = {"ss": "ß", "AE": "Æ", "ae": "æ", "/o": "ø", "/O": "Ø", "/l": "ł", "lq": '"', "rq": '"', "oq": "'", "cq": "'", "aq": "'", "dq": '"', "em": "-", "en": "-", "bu": "-", "co": "(c)"}
+_SIGNS = {
+    "ss": "ß",
+    "AE": "Æ",
+    "ae": "æ",
+    "/o": "ø",
+    "/O": "Ø",
+    "/l": "ł",
+    "lq": '"',
+    "rq": '"',
+    "oq": "'",
+    "cq": "'",
+    "aq": "'",
+    "dq": '"',
+    "em": "-",
+    "en": "-",
+    "bu": "-",
+    "co": "(c)",
+}
 
 
 @dataclass(frozen=True)
@@ -140,8 +165,8 @@ def _sample(paths: list[Path], limit: int, rng: random.Random) -> list[Path]:
 
 def _package_paragraphs() -> Iterator[str]:
     for distribution in metadata.distributions():
-        body = distribution.metadata.get_payload() if distribution.metadata else ""
-        for part in re.split(r"\n\s*\n", body if isinstance(body, str) else ""):
+        body = distribution.metadata.json.get("description", "")
+        for part in re.split(r"\n\s*\n", str(body)):
             text = " ".join(part.split())
             if text and is_prose(text):
                 yield text

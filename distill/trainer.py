@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,7 +29,7 @@ class Draft(Protocol):
     vocabulary: VocabularyMap
     head: nn.Linear
 
-    def unroll(self, batch: Batch, steps: int) -> list[Tensor]:
+    def unroll(self, batch: Batch, steps: int, first_root: int = 0) -> list[Tensor]:
         """Final hidden states per chain step; see `EagleDraft.unroll`."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -62,7 +62,7 @@ class TrainConfig:
     """Uniform noise of this relative size on features (Li et al. 2024, EAGLE)."""
     seed: int = 0
     checkpoint_s: float = 120.0
-    objective: Objective = Objective()
+    objective: Objective = field(default_factory=Objective)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,11 @@ class Masters:
         head = {n for n, _ in self.live if "head" in n}
         groups = [
             {"params": [self.masters[n] for n in sorted(head)], "lr": config.lr * config.head_lr_scale},
-            {"params": [m for n, m in self.masters.items() if n not in matrices | head], "lr": config.lr, "weight_decay": 0.0},
+            {
+                "params": [m for n, m in self.masters.items() if n not in matrices | head],
+                "lr": config.lr,
+                "weight_decay": 0.0,
+            },
         ]
         body = [self.masters[n] for n in sorted(matrices)]
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -168,9 +172,15 @@ def rate(fraction: float, warmup: float) -> float:
 
 
 def train(
-    draft: nn.Module, folders: Sequence[Path], out: Path, config: TrainConfig, *,
-    skip: frozenset[str] = frozenset(), compute_dtype: torch.dtype = torch.bfloat16,
-    report: Callable[[Progress], None] | None = None, report_tokens: int = 50_000,
+    draft: nn.Module,
+    folders: Sequence[Path],
+    out: Path,
+    config: TrainConfig,
+    *,
+    skip: frozenset[str] = frozenset(),
+    compute_dtype: torch.dtype = torch.bfloat16,
+    report: Callable[[Progress], None] | None = None,
+    report_tokens: int = 50_000,
 ) -> None:
     """Train until the token or time budget is spent; continues from `out/checkpoint.pt` if there is one.
 
@@ -185,8 +195,13 @@ def train(
     began = saved = time.monotonic()
     meter = Meter(tokens)
     source = batches(
-        folders, row_len=config.row_len, batch_tokens=config.batch_tokens, seed=config.seed,
-        prompt_weight=config.prompt_weight, start=start, skip=skip,
+        folders,
+        row_len=config.row_len,
+        batch_tokens=config.batch_tokens,
+        seed=config.seed,
+        prompt_weight=config.prompt_weight,
+        start=start,
+        skip=skip,
     )
     for done, batch in source:
         elapsed = time.monotonic() - began
@@ -242,7 +257,9 @@ def _noisy(batch: Batch, config: TrainConfig, rng: torch.Generator) -> Batch:
         return batch
     scale = batch.features.float().square().mean(-1, keepdim=True).sqrt() * config.feature_noise
     noise = (torch.rand(batch.features.shape, generator=rng) - 0.5) * 2 * scale
-    return Batch(batch.tokens, (batch.features + noise).to(batch.features.dtype), batch.top_ids, batch.top_logprobs, batch.weight)
+    return Batch(
+        batch.tokens, (batch.features + noise).to(batch.features.dtype), batch.top_ids, batch.top_logprobs, batch.weight
+    )
 
 
 def _save(out: Path, masters: Masters, tokens: int, done: int, seconds: float, config: TrainConfig) -> None:

@@ -1,0 +1,93 @@
+"""What people read: the table that compares drafts, the curves as a picture, the card in the draft's folder.
+
+Owns presentation only; figures come from `evaluate` and `trainer`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from distill.draft import SmallDraft
+from distill.eagle import EagleDraft
+from distill.evaluate import Acceptance
+
+
+def table(results: Mapping[str, Mapping[str, Acceptance]]) -> Table:
+    """Drafts side by side: for each kind of work, first-token acceptance and tokens per step; then by position."""
+    shown = Table(title="acceptance, greedy: first token / tokens per verify step")
+    shown.add_column("work")
+    for name in results:
+        shown.add_column(name, justify="right")
+    kinds = sorted({kind for result in results.values() for kind in result} - {"all"})
+    for kind in [*kinds, "all"]:
+        cells = [f"{r[kind].first:.2f} / {r[kind].tokens_per_step:.2f}" if kind in r else "-" for r in results.values()]
+        shown.add_row(kind, *cells, end_section=kind == "all" or kind == kinds[-1])
+    total = [result.get("all") for result in results.values()]
+    rows: list[tuple[str, Any]] = [
+        ("by position, greedy", lambda a: " ".join(f"{v:.2f}" for v in a.per_position)),
+        ("by position, sampled", lambda a: " ".join(f"{v:.2f}" for v in a.sampled)),
+        ("first token, all positions", lambda a: f"{a.everywhere:.3f}"),
+        ("answers", lambda a: str(a.num_answers)),
+    ]
+    for label, show in rows:
+        shown.add_row(label, *[show(a) if a else "-" for a in total])
+    return shown
+
+
+def draw_curves(jsonl: Path, png: Path) -> bool:
+    """Loss and acceptance over tokens as a PNG; False where matplotlib is not installed or there is nothing to draw."""
+    try:
+        import matplotlib  # type: ignore[import-not-found,unused-ignore]
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines = [json.loads(line) for line in jsonl.read_text().splitlines()] if jsonl.exists() else []
+    if not lines:
+        return False
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    tokens = [line["tokens"] / 1e6 for line in lines]
+    left.plot(tokens, [line["loss"] for line in lines])
+    left.set(xlabel="million tokens read", ylabel="cross-entropy, nats")
+    for step in range(len(lines[0]["hits"])):
+        right.plot(tokens, [line["hits"][step] for line in lines], label=f"position {step + 1}")
+    right.set(xlabel="million tokens read", ylabel="best token right (training rows)")
+    right.legend()
+    figure.savefig(png, dpi=120)
+    pyplot.close(figure)
+    return True
+
+
+def draft_card(
+    draft: EagleDraft | SmallDraft, args: argparse.Namespace, work: Path, result: Mapping[str, Acceptance]
+) -> str:
+    """The README of a draft folder: what it is, how it was made, what it gives."""
+    lines = [json.loads(line) for line in (work / "curves.jsonl").read_text().splitlines()]
+    read, seconds = (lines[-1]["tokens"], lines[-1]["seconds"]) if lines else (0, 0.0)
+    options = {
+        k: str(v) for k, v in vars(args).items() if k not in ("run", "action", "out") and v not in (None, [], False)
+    }
+    parameters = sum(p.numel() for p in draft.parameters())
+    text = [
+        f"# A draft for {args.target}",
+        "",
+        f"Architecture `{draft.architecture}`, {len(draft.layers)} layer(s), {parameters / 1e6:.1f} M parameters "
+        f"of its own, a head over {len(draft.vocabulary.draft_vocab)} tokens; the token embedding is the target's.",
+        f"Trained on {read:,} token positions in {seconds / 60:.0f} minutes, on text that the target wrote itself.",
+        "",
+        "Made by `paceline distill run` with: " + ", ".join(f"{k}={v}" for k, v in sorted(options.items())) + ".",
+        "",
+        "Acceptance on held-out documents (greedy, K = 5):",
+        "",
+        "| work | first token | tokens per verify step | sampled at 0.8, first token |",
+        "|---|---|---|---|",
+    ]
+    text += [f"| {k} | {a.first:.2f} | {a.tokens_per_step:.2f} | {a.sampled[0]:.2f} |" for k, a in result.items()]
+    return "\n".join(text) + "\n"

@@ -1,0 +1,166 @@
+"""Draft folders: written once, read by the engine and by evaluation.
+
+Owns the format (safetensors in bfloat16 or int8 storage, `config.json`, a card) and the checks that a draft belongs to
+a target. Knows nothing of training.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from distill.decoder import DecoderConfig, FrozenTarget, fingerprint
+from distill.draft import SmallDraft
+from distill.eagle import EagleDraft
+
+LAYER_NAMES = {
+    "input_norm": "input_layernorm.weight",
+    "post_norm": "post_attention_layernorm.weight",
+    "q.weight": "self_attn.q_proj.weight",
+    "k.weight": "self_attn.k_proj.weight",
+    "v.weight": "self_attn.v_proj.weight",
+    "o.weight": "self_attn.o_proj.weight",
+    "gate.weight": "mlp.gate_proj.weight",
+    "up.weight": "mlp.up_proj.weight",
+    "down.weight": "mlp.down_proj.weight",
+}
+"""Names inside a layer, ours to Hugging Face's."""
+TOP_NAMES = {
+    "final_norm": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+    "vocabulary.draft_vocab": "draft_vocab",
+    "feature_norm": "eagle.feature_norm.weight",
+    "fuse.weight": "eagle.fuse.weight",
+    "token_norm": "eagle.token_norm.weight",
+    "token.weight": "eagle.token.weight",
+    "carry_norm": "eagle.carry_norm.weight",
+    "carry.weight": "eagle.carry.weight",
+}
+SCALE_SUFFIX = ".int8_scale"
+
+
+class DraftMismatchError(ValueError):
+    """A draft folder that does not belong to the target; the message names the field and both values."""
+
+
+def stored_name(name: str) -> str:
+    """Our parameter name as stored."""
+    if name.startswith("layers."):
+        _, index, rest = name.split(".", 2)
+        return f"model.layers.{index}.{LAYER_NAMES[rest]}"
+    return TOP_NAMES[name]
+
+
+def export_draft(
+    draft: EagleDraft | SmallDraft, target_folder: Path, out: Path, *, card: str, int8: bool = False
+) -> None:
+    """Write `model.safetensors`, `config.json` and `README.md` into `out`.
+
+    With `int8` each matrix is stored as int8 rows with a float32 scale per row (`<name>.int8_scale` [rows]).
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, Tensor] = {"draft_vocab": draft.vocabulary.draft_vocab.cpu()}
+    for name, value in draft.named_parameters():
+        stored, plain = stored_name(name), value.detach().cpu()
+        if int8 and plain.ndim == 2 and not name.endswith("norm"):
+            tensors[stored], tensors[stored + SCALE_SUFFIX] = quantise_rows(plain)
+        else:
+            tensors[stored] = plain.to(torch.bfloat16).contiguous()
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(draft_config(draft, target_folder, int8=int8), indent=1) + "\n")
+    (out / "README.md").write_text(card)
+
+
+def draft_config(draft: EagleDraft | SmallDraft, target_folder: Path, *, int8: bool) -> dict[str, Any]:
+    """The `config.json` of a draft: Hugging Face names, plus what is special to drafts."""
+    config = asdict(draft.config)
+    return {
+        "model_type": "llama",
+        **config,
+        "architecture": draft.architecture,
+        "draft_vocab_size": len(draft.vocabulary.draft_vocab),
+        "feature_layers": list(draft.feature_layers),
+        "tie_word_embeddings": False,
+        "embed_tokens": "shared with the target",
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "storage": "int8_rows" if int8 else "bfloat16",
+        "target": fingerprint(target_folder),
+    }
+
+
+def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [R, C] -> int8 [R, C] and float32 scales [R]; symmetric, round to nearest."""
+    weight = weight.float()
+    scale = weight.abs().amax(1).clamp(min=1e-12) / 127.0
+    return (weight / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Stored tensors with int8 ones dequantised to bfloat16."""
+    raw = load_file(folder / "model.safetensors")
+    tensors = {}
+    for name, value in raw.items():
+        if name.endswith(SCALE_SUFFIX):
+            continue
+        scale = raw.get(name + SCALE_SUFFIX)
+        tensors[name] = value if scale is None else (value.float() * scale[:, None]).to(torch.bfloat16)
+    return tensors
+
+
+def load_draft(folder: Path, target: FrozenTarget) -> EagleDraft | SmallDraft:
+    """A draft folder back as a module, after checking that it belongs to `target`.
+
+    Raises:
+        DraftMismatchError: naming the field and both values.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    tensors = read_tensors(folder)
+    check_fits(config, tensors["draft_vocab"], target)
+    shape, count = DecoderConfig.from_dict(config), int(config["num_hidden_layers"])
+    draft: EagleDraft | SmallDraft
+    if config.get("architecture", "draft_model") == "eagle":
+        layers = tuple(config["feature_layers"])
+        draft = EagleDraft(shape, layers, tensors["draft_vocab"], target.embed, num_layers=count)
+    else:
+        draft = SmallDraft(shape, tensors["draft_vocab"], target.embed, num_layers=count)
+    load_parameters(draft, tensors)
+    return draft
+
+
+@torch.no_grad()
+def load_parameters(draft: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Copy stored tensors into a module of the same shape."""
+    for name, value in draft.named_parameters():
+        value.copy_(tensors[stored_name(name)])
+
+
+def check_fits(config: dict[str, Any], draft_vocab: Tensor, target: FrozenTarget) -> None:
+    """Refuse a draft of another target: fingerprint, feature layers, vocabulary range.
+
+    Raises:
+        DraftMismatchError: naming the field and both values.
+    """
+    expected = fingerprint(target.folder)
+    for name, given in {**config.get("target", {}), "vocab_size": config["vocab_size"]}.items():
+        if given != expected.get(name):
+            raise DraftMismatchError(f"{name}: the draft was made for {given!r}, the target has {expected.get(name)!r}")
+    if config["hidden_size"] != target.config.hidden_size:
+        raise DraftMismatchError(
+            f"hidden_size: the draft has {config['hidden_size']}, the target whose embedding it shares "
+            f"{target.config.hidden_size}"
+        )
+    features = tuple(config.get("feature_layers", ()))
+    if features and features != target.feature_layers:
+        raise DraftMismatchError(f"feature_layers: the draft needs {features}, the target taps {target.feature_layers}")
+    if int(draft_vocab.max()) >= target.config.vocab_size or int(draft_vocab.min()) < 0:
+        raise DraftMismatchError(
+            f"draft_vocab: tokens {int(draft_vocab.min())}..{int(draft_vocab.max())}, "
+            f"the target has 0..{target.config.vocab_size - 1}"
+        )
