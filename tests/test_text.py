@@ -8,7 +8,7 @@ import time
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_tokenizer import byte_fallback, byte_level
 
@@ -90,6 +90,13 @@ def test_special_tokens_and_eos_are_not_shown_but_added_tokens_are() -> None:
     assert "".join(stream(FAST, ids, list(range(len(ids) + 1)))) == "a<tool é>b"
 
 
+@pytest.mark.parametrize("use_window", [False, True])
+def test_eos_is_hidden_also_where_the_tokenizer_does_not_call_it_special(use_window: bool) -> None:
+    a, b = FAST.encode("a")[0], FAST.encode("b")[0]
+    codec = TextCodec(TOKENIZER, eos_token_ids=[b], use_window=use_window)
+    assert codec.decode([a, b]) == "".join(stream(codec, [a, b], [0, 1, 2])) == "a"
+
+
 def test_ids_beyond_the_tokenizer_show_nothing() -> None:
     """A model's vocabulary may be padded beyond its tokenizer's."""
     assert stream(FAST, [*FAST.encode("a"), 10**6], [0, 2]) == ["a", ""]
@@ -104,13 +111,26 @@ def first_stop(text: str, stops: list[str]) -> str:
     return text
 
 
-stop_lists = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4)
+@st.composite
+def texts_and_stops(draw: st.DrawFn) -> tuple[str, list[str]]:
+    """Few letters and long stop strings, so that a match often fails late and overlaps the next."""
+    text = draw(st.text("ab", max_size=40) | st.text("abc", max_size=40))
+    stops = draw(st.lists(st.text("ab", min_size=1, max_size=7), min_size=1, max_size=3))
+    start = draw(st.integers(0, len(text)))
+    cut_out = text[start : start + draw(st.integers(3, 7))]
+    return text, [cut_out] if cut_out and draw(st.booleans()) else stops
 
 
-@settings(max_examples=300)
-@given(data=st.data(), text=st.text("abc", max_size=40), stops=stop_lists)
-def test_stop_strings_cut_at_the_same_place_for_any_cuts(data: st.DataObject, text: str, stops: list[str]) -> None:
-    edges = data.draw(cuts(len(text)))
+@settings(max_examples=500)
+@example(data=None, case=("aaab", ["aab"]))
+@example(data=None, case=("abababc", ["ababc", "bb"]))
+@example(data=None, case=("aabaaabaaac", ["aabaaac"]))
+@given(data=st.data(), case=texts_and_stops())
+def test_stop_strings_cut_at_the_same_place_for_any_cuts(
+    data: st.DataObject | None, case: tuple[str, list[str]]
+) -> None:
+    text, stops = case
+    edges = data.draw(cuts(len(text))) if data else list(range(len(text) + 1))
     checker = StopChecker(stops)
     shown = ""
     for a, b in pairwise(edges):
