@@ -97,7 +97,7 @@ class TargetShard:
         self._receiver: PlanReceiver | None = None
         self._sender: PlanSender | None = None
         self._socket: ShardSocket | None = None
-        self._engine: Engine | None = None
+        self.engine: Engine | None = None
         self._drafter: Drafter = NoDrafter()
         self._draft_end: TargetEnd | None = None
         self._max_model_len = 0
@@ -182,7 +182,7 @@ class TargetShard:
             max_model_len=self._max_model_len,
         )
         self._drafter = self._make_drafter()
-        self._engine = engine = Engine(
+        self.engine = engine = Engine(
             scheduler=scheduler,
             drafter=self._drafter,
             verifier=Verifier(self._forward, block_size=config.block_size),
@@ -222,11 +222,11 @@ class TargetShard:
         Raises:
             DraftDown: the draft has not opened it in time.
         """
-        if self._draft_end is None or self._engine is None or not isinstance(self._drafter, RemoteDrafter):
+        if self._draft_end is None or self.engine is None or not isinstance(self._drafter, RemoteDrafter):
             raise EngineError("attach_draft before open_draft_buffer")
         end, drafter = self._draft_end, self._drafter
         end.wait_open(timeout_s)
-        self._engine.call(lambda: drafter.attach(end))
+        self.engine.call(lambda: drafter.attach(end))
         self._send(DraftStatus(up=True, reason=""))
 
     def run(self) -> None:
@@ -239,12 +239,12 @@ class TargetShard:
         if self.rank > 0:
             self._follow()
             return
-        if self._engine is None:
+        if self.engine is None:
             raise EngineError("run before listen")
         if self._sender is not None:
             self._sender.wait_open(PEER_TIMEOUT_S)
         try:
-            self._engine.run(self._stop)
+            self.engine.run(self._stop)
             self._send(EngineFailed("the engine was stopped"))
         except BaseException as error:
             _log.exception("the step loop ends")
