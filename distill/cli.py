@@ -123,6 +123,7 @@ def run_distill(args: argparse.Namespace) -> int:
             config,
             skip=frozenset(path.name for path in held),
             compute_dtype=target.dtype,
+            report_tokens=max(config.budget_tokens // 200, 1000),
             report=lambda line: bar.update(
                 task,
                 completed=line.tokens,

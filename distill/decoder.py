@@ -170,7 +170,7 @@ class FrozenTarget:
         for index, layer in enumerate(self.layers):
             h = rms_norm(x, layer.input_norm, c.rms_norm_eps)
             heads = torch.unflatten(layer.qkv(h), -1, (-1, c.head_dim))
-            q, k, v = heads.split((c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads), dim=2)
+            q, k, v = torch.split(heads, [c.num_attention_heads, *[c.num_key_value_heads] * 2], dim=2)
             if layer.q_norm is not None and layer.k_norm is not None:
                 q, k = rms_norm(q, layer.q_norm, c.rms_norm_eps), rms_norm(k, layer.k_norm, c.rms_norm_eps)
             mixed = attend(index, rotate(q, cos, sin), rotate(k, cos, sin), v)

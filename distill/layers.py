@@ -84,7 +84,7 @@ def chain_attention(q: Tensor, past: KeysValues) -> Tensor:
 def copy_layer(layer: DraftLayer, target: FrozenTarget, index: int) -> None:
     """Initialise from the target's layer `index` (projection biases and head norms, if any, are left out)."""
     c, source = target.config, target.layers[index]
-    sizes = (c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim, c.num_key_value_heads * c.head_dim)
+    sizes = [n * c.head_dim for n in (c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads)]
     for linear, weight in zip((layer.q, layer.k, layer.v), torch.split(source.qkv.weight, sizes), strict=True):
         linear.weight.copy_(weight)
     gate, up = source.gate_up.weight.chunk(2)

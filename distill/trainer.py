@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -52,6 +52,10 @@ class TrainConfig:
     weight_decay: float = 0.05
     warmup: float = 0.03
     """Fraction of the budget; after it the rate falls as a cosine to a twentieth."""
+    constant: bool = False
+    """Hold the rate after the warm-up instead: for runs whose data and budget still grow."""
+    average: float = 0.998
+    """Decay of the running average of the weights, which is what a finished or stopped run leaves; 0 is none."""
     budget_tokens: int = 2_000_000
     """Token positions read, counted once per pass."""
     time_s: float | None = None
@@ -107,6 +111,8 @@ class Masters:
     def __init__(self, draft: nn.Module, config: TrainConfig) -> None:
         self.live = [(name, p) for name, p in draft.named_parameters() if p.requires_grad]
         self.masters = {name: nn.Parameter(p.detach().float().clone()) for name, p in self.live}
+        self.average = {name: value.detach().clone() for name, value in self.masters.items()}
+        self.decay, self.num_steps = config.average, 0
         matrices = {n for n, p in self.live if p.ndim == 2 and "head" not in n and "norm" not in n}
         head = {n for n, _ in self.live if "head" in n}
         groups = [
@@ -138,18 +144,25 @@ class Masters:
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * scale
             optimizer.step()
-        self.publish()
+        self.num_steps += 1
+        share = 1 - min(self.decay, self.num_steps / (self.num_steps + 9)) if self.decay else 1.0
+        with torch.no_grad():
+            for name, value in self.masters.items():
+                self.average[name].lerp_(value, share)
+        self.publish(self.masters)
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Copy the masters into the computing weights."""
+    def publish(self, values: Mapping[str, Tensor]) -> None:
+        """Copy masters or their average into the computing weights."""
         for name, live in self.live:
-            live.copy_(self.masters[name])
+            live.copy_(values[name])
 
     def state(self) -> dict[str, Any]:
         """All that resuming needs."""
         return {
             "masters": {name: value.detach() for name, value in self.masters.items()},
+            "average": self.average,
+            "num_steps": self.num_steps,
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
 
@@ -158,15 +171,19 @@ class Masters:
         """Inverse of `state`."""
         for name, value in state["masters"].items():
             self.masters[name].copy_(value)
+            self.average[name].copy_(state["average"][name])
+        self.num_steps = state["num_steps"]
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        self.publish()
+        self.publish(self.masters)
 
 
-def rate(fraction: float, warmup: float) -> float:
-    """Linear warm-up, then a cosine from 1 to 0.05, at `fraction` of the budget."""
+def rate(fraction: float, warmup: float, *, constant: bool = False) -> float:
+    """Linear warm-up, then a cosine from 1 to 0.05 (or 1), at `fraction` of the budget."""
     if fraction < warmup:
         return (fraction + 1e-3) / warmup
+    if constant:
+        return 1.0
     along = min((fraction - warmup) / (1 - warmup), 1.0)
     return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * along))
 
@@ -184,7 +201,8 @@ def train(
 ) -> None:
     """Train until the token or time budget is spent; continues from `out/checkpoint.pt` if there is one.
 
-    Writes `checkpoint.pt` (masters, optimiser, place in the data) and appends `curves.jsonl` in `out`.
+    Writes `checkpoint.pt` (masters, optimiser, place in the data) and appends `curves.jsonl` in `out`; leaves the
+    averaged weights in `draft`.
     """
     out.mkdir(parents=True, exist_ok=True)
     masters = Masters(draft, config)
@@ -209,11 +227,11 @@ def train(
             break
         loss, losses, hits, count = step_loss(draft, _noisy(batch, config, noise).to(device), config)  # type: ignore[arg-type]
         loss.backward()  # type: ignore[no-untyped-call]
-        scale = rate(tokens / config.budget_tokens, config.warmup)
+        scale = rate(tokens / config.budget_tokens, config.warmup, constant=config.constant)
         masters.step(scale)
         tokens += int((batch.weight > 0).sum())
         meter.add(losses, hits, count)
-        if tokens - meter.since >= report_tokens:
+        if tokens - meter.since >= report_tokens or tokens >= config.budget_tokens:
             line = meter.line(tokens, earlier_s + elapsed, scale * config.lr)
             with (out / "curves.jsonl").open("a") as file:
                 file.write(json.dumps(asdict(line)) + "\n")
@@ -223,6 +241,7 @@ def train(
             saved = time.monotonic()
             _save(out, masters, tokens, done, earlier_s + elapsed, config)
     _save(out, masters, tokens, done, earlier_s + time.monotonic() - began, config)
+    masters.publish(masters.average)
 
 
 class Meter:

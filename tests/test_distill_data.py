@@ -1,0 +1,151 @@
+"""Shards: whole or absent, read back as written, resumed where they were left; the generator tells the truth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from distill.data import (
+    Document,
+    Shard,
+    ShardWriter,
+    batches,
+    collate,
+    length_batches,
+    row_spans,
+    shard_paths,
+    token_mass,
+)
+from distill.decoder import FrozenTarget, causal_attend
+from distill.generate import Generator, Job, Segment
+from tests.distill_fakes import STOP, VOCAB, jobs, open_target, write_shards, write_target
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> FrozenTarget:
+    return open_target(write_target(tmp_path_factory.mktemp("target")))
+
+
+def document(length: int, *, first: int = 0) -> Document:
+    """Token i of the document is first + i; features repeat the token."""
+    tokens = np.arange(first, first + length, dtype=np.uint16)
+    return Document(
+        kind="counting",
+        tokens=tokens,
+        written=(np.arange(length) >= 3).astype(np.uint8),
+        features=np.broadcast_to(tokens[:, None, None], (length, 2, 4)).copy(),
+        top_ids=np.stack([tokens + 1, tokens + 2], axis=1).astype(np.uint16),
+        top_logprobs=np.full((length, 2), -0.7, np.float16),
+    )
+
+
+def test_generator_records_what_the_target_computes(target: FrozenTarget) -> None:
+    generator = Generator(target, num_slots=3, max_len=48, stop_token=STOP, seed=0, num_top=8)
+    found = list(generator.run(iter([*jobs(5, temperature=0.0), *jobs(4, seed=1, prompt_len=9)])))
+    assert len(found) == 9
+    for doc in found:
+        ids = torch.from_numpy(doc.tokens.astype(np.int64))[None]
+        hidden = target.forward(ids, torch.arange(ids.shape[1])[None], causal_attend)
+        law = target.logits(hidden.last[0]).log_softmax(-1).topk(8)
+        features = torch.from_numpy(doc.features).view(torch.bfloat16).float()
+        torch.testing.assert_close(features, hidden.features[0], rtol=0.01, atol=0.01)
+        np.testing.assert_allclose(doc.top_logprobs, law.values.numpy(), atol=0.02)
+        assert (doc.top_ids[:, 0] == law.indices[:, 0].numpy()).mean() > 0.95
+
+
+def test_greedy_answers_follow_the_best_token(target: FrozenTarget) -> None:
+    generator = Generator(target, num_slots=2, max_len=48, stop_token=STOP, seed=0, num_top=8)
+    for doc in generator.run(iter(jobs(4, temperature=0.0))):
+        chosen = np.flatnonzero(doc.written)
+        assert (doc.tokens[chosen] == doc.top_ids[chosen - 1, 0]).all()
+
+
+def test_glue_between_turns_is_given_not_written(target: FrozenTarget) -> None:
+    glue = (7, 8, 9)
+    generator = Generator(target, num_slots=1, max_len=64, stop_token=STOP, seed=0, num_top=8)
+    (doc,) = generator.run(iter([Job("two turns", (5, 6), (Segment(1.0, 10, glue), Segment(0.0, 10)))]))
+    text = doc.tokens.tolist()
+    at = text.index(STOP, 2) + 1
+    assert tuple(text[at : at + 3]) == glue
+    assert not doc.written[at : at + 3].any()
+    assert doc.written[at + 3]
+
+
+def test_shards_are_read_back_and_numbered_on(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, "s", {"note": 1}, shard_tokens=50)
+    for number in range(5):
+        writer.add(document(20, first=100 * number))
+    writer.flush()
+    again = ShardWriter(tmp_path, "s", {"note": 1}, shard_tokens=50)
+    again.add(document(20, first=900))
+    again.flush()
+    paths = shard_paths([tmp_path])
+    assert [path.name for path in paths] == ["s-00000", "s-00001", "s-00002"]
+    starts = [int(Shard.open(path).tokens[begin]) for path in paths for begin in Shard.open(path).doc_starts[:-1]]
+    assert starts == [0, 100, 200, 300, 400, 900]
+
+
+def test_a_killed_writer_leaves_no_shard(tmp_path: Path) -> None:
+    (tmp_path / ".s-00000.partial").mkdir()
+    (tmp_path / ".s-00000.partial" / "meta.json").write_text("{}")
+    assert shard_paths([tmp_path]) == []
+    writer = ShardWriter(tmp_path, "s", {}, shard_tokens=10)
+    writer.add(document(20))
+    assert [path.name for path in shard_paths([tmp_path])] == ["s-00000"]
+
+
+def test_weights_mark_what_the_target_chose(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, "s", {}, shard_tokens=10)
+    writer.add(document(20))
+    (shard,) = map(Shard.open, shard_paths([tmp_path]))
+    batch = collate([(shard, 0, 20)], 20, 0.25)
+    # Tokens 3.. were chosen, so the laws at positions 2.. count fully; the last position has no successor.
+    assert batch.weight[0].tolist() == [0.25] * 2 + [1.0] * 17 + [0.0]
+    assert batch.tokens[0].tolist() == list(range(20))
+    assert batch.top_ids[0, :, 0].tolist() == list(range(1, 21))
+
+
+def test_long_documents_are_cut_and_all_of_them_used(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, "s", {}, shard_tokens=10)
+    writer.add(document(100))
+    (shard,) = map(Shard.open, shard_paths([tmp_path]))
+    assert row_spans(shard, 32) == [(0, 32), (32, 64), (64, 96)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_length_batches_hold_every_row_once_within_the_budget(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 400, 300).tolist()
+    found = length_batches(lengths, 1000, rng)
+    assert sorted(i for rows in found for i in rows) == list(range(300))
+    assert all(len(rows) == 1 or len(rows) * max(lengths[i] for i in rows) <= 1000 for rows in found)
+
+
+def test_resumed_batches_continue_the_pass(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, "s", {}, shard_tokens=40)
+    for number in range(12):
+        writer.add(document(40, first=1000 * number))
+
+    def firsts(start: int, count: int) -> list[tuple[int, int]]:
+        source = batches([tmp_path], row_len=40, batch_tokens=40, seed=3, prompt_weight=0.1, start=start, group=4)
+        return [(done, int(batch.tokens[0, 0])) for (done, batch), _ in zip(source, range(count), strict=False)]
+
+    whole = firsts(0, 24)
+    assert sorted(first for _, first in whole[:12]) == [1000 * n for n in range(12)]
+    later = next(place for place, (done, _) in enumerate(whole) if done == 4)
+    assert firsts(4, 24 - later) == whole[later:]
+
+
+def test_no_shards_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no finished shards"):
+        next(batches([tmp_path], row_len=8, batch_tokens=8, seed=0, prompt_weight=0.0))
+
+
+def test_token_mass_sums_the_laws(target: FrozenTarget, tmp_path: Path) -> None:
+    paths = write_shards(target, tmp_path, count=20, shard_tokens=400)
+    mass = token_mass(paths, VOCAB)
+    written = sum(int(Shard.open(path).written.sum()) for path in paths)
+    assert 0.8 * written < float(mass.sum()) <= 1.01 * written
