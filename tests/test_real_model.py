@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cut_draft import cut_draft
 from fakes import RandomPacer
 from local_engine import LocalEngine
 from near_tie import assert_same_or_near_tie
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.model_store import resolve_model
@@ -110,24 +108,8 @@ def folder() -> Path:
 
 
 @pytest.fixture(scope="module")
-def draft_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A draft cut from the target: its first two layers, last layer, and everything else."""
-    where = tmp_path_factory.mktemp("draft")
-    keep = {0: 0, 1: 1, 29: 2}
-    cut = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        if not name.startswith("model.layers."):
-            cut[name] = tensor
-            continue
-        _, _, layer, rest = name.split(".", 3)
-        if int(layer) in keep:
-            cut[f"model.layers.{keep[int(layer)]}.{rest}"] = tensor
-    save_file(cut, where / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    config["num_hidden_layers"] = len(keep)
-    (where / "config.json").write_text(json.dumps(config))
-    yield where
-    shutil.rmtree(where)
+def draft_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cut_draft(folder, tmp_path_factory.mktemp("draft"))
 
 
 @pytest.fixture(scope="module")
