@@ -129,6 +129,8 @@ class PaddedAttention:
 
     SHORT_SPAN = 32
     """Most rows of a span that is attended in a group."""
+    MIN_BATCHED = 1024
+    """Gathered tokens from which batched products beat the fused operator, in bf16 at few rows; measured on Zen 5."""
     MIN_SPREAD = 128
     """Contexts that differ by less than this many tokens share a group whatever their ratio."""
 
@@ -221,7 +223,10 @@ class PaddedAttention:
         fold = self._group_size
         folded = query.view(spans, q_len, num_kv_heads, fold, head_dim).transpose(1, 2)
         folded = folded.reshape(spans, num_kv_heads, q_len * fold, head_dim)
-        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask)
+        if self._dtype is torch.bfloat16 and spans * group.kv_len >= self.MIN_BATCHED:
+            out = _batched_products(folded, keys, values, group.mask)
+        else:
+            out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask)
         out = out.view(spans, num_kv_heads, q_len, fold, head_dim).transpose(1, 2)
         out = out.reshape(spans * q_len, num_heads * head_dim)
         return out if group.slots is None else out.index_select(0, group.slots)
@@ -233,6 +238,20 @@ class PaddedAttention:
         tokens = cache.view(num_blocks, -1).index_select(0, group.blocks)
         tokens = tokens.view(group.num_spans, -1, num_kv_heads, head_dim)
         return tokens[:, : group.kv_len].transpose(1, 2)
+
+
+def _batched_products(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """softmax(q k^T / sqrt(D) + mask) v for query [B, G, R, D] and keys, values [B, G, L, D] -> [B, G, R, D]."""
+    spans, heads, rows, head_dim = query.shape
+    keys, values = keys.reshape(spans * heads, -1, head_dim), values.reshape(spans * heads, -1, head_dim)
+    scores = torch.bmm(query.reshape(spans * heads, rows, head_dim), keys.transpose(1, 2))
+    scores = scores.view(spans, heads, rows, -1)
+    scale = head_dim**-0.5
+    scores = scores.mul_(scale) if mask is None else torch.add(mask, scores, alpha=scale)
+    probs = scores.softmax(-1).view(spans * heads, rows, -1)
+    return torch.bmm(probs, values).view(spans, heads, rows, head_dim)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,15 @@ def test_equal_spans_take_the_same_path_without_padding(rows: int, context: int)
     assert torch.allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("contexts", [[300] * 5, [200, 300, 350, 390, 260], [1500]])
+def test_batched_products_in_bf16(rows: int, contexts: list[int]) -> None:
+    assert len(contexts) * max(contexts) >= PaddedAttention.MIN_BATCHED
+    spans = [(rows, context) for context in contexts]
+    found, expected = both(spans, block_size=16, num_kv_heads=3, group_size=3, dtype=torch.bfloat16)
+    assert (found.float() - expected.float()).abs().max().item() < 0.03
+
+
 def test_a_long_context_does_not_pad_the_short_ones() -> None:
     attention = PaddedAttention(group_size=3, dtype=torch.float32, device=CPU)
     lengths = [20, 5000, 30, 25, 4000]

@@ -38,7 +38,7 @@ def load_model(
         collectives: ties this shard to the others and says which part to load; None is a model on one device.
         target_folder: where a draft takes an embedding that it shares with its target.
         feature_layers: layers, ascending, whose outputs a forward also yields.
-        linear: `reference` for plain linear layers.
+        linear: `reference` for plain linear layers and norms.
         attention: `reference` for plain loops.
 
     Raises:

@@ -19,6 +19,7 @@ from engine.attention import Attention
 from engine.collectives import Collectives
 from engine.linear import Linear
 from engine.model_config import ModelConfig
+from engine.models.norm import RmsNorm
 from engine.models.rope import Rope, Rotation
 from engine.weights import ShardSpec
 
@@ -61,13 +62,13 @@ class ForwardResult:
 class Layer:
     """The weights of one decoder layer, this shard's part."""
 
-    input_norm: torch.Tensor
+    input_norm: RmsNorm
     qkv: Linear
     """hidden -> (H + 2 G) * D: q heads, then k heads, then v heads."""
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    q_norm: RmsNorm | None
+    k_norm: RmsNorm | None
     o: Linear
-    mlp_norm: torch.Tensor
+    mlp_norm: RmsNorm
     gate: Linear
     up: Linear
     down: Linear
@@ -80,7 +81,7 @@ class DecoderWeights:
     embedding: torch.Tensor
     """[vocab_size, hidden_size]."""
     layers: tuple[Layer, ...]
-    final_norm: torch.Tensor
+    final_norm: RmsNorm
     head: Linear
     """hidden -> this shard's share of the vocabulary."""
     draft_vocab: torch.Tensor | None
@@ -144,11 +145,11 @@ class Decoder:
         self, layer: Layer, hidden: torch.Tensor, rotation: Rotation, cache: LayerCache, inputs: ForwardInputs
     ) -> torch.Tensor:
         heads, kv_heads, head_dim = self._num_heads, self.num_kv_heads, self.config.head_dim
-        qkv = layer.qkv(self._norm(hidden, layer.input_norm))
+        qkv = layer.qkv(layer.input_norm(hidden))
         qkv = qkv.view(-1, heads + 2 * kv_heads, head_dim)  # [N, H + 2 G, D]
         if layer.q_norm is not None and layer.k_norm is not None:
-            query = rotation.apply(self._norm(qkv[:, :heads], layer.q_norm))
-            key = rotation.apply(self._norm(qkv[:, heads : heads + kv_heads], layer.k_norm))
+            query = rotation.apply(layer.q_norm(qkv[:, :heads]))
+            key = rotation.apply(layer.k_norm(qkv[:, heads : heads + kv_heads]))
         else:
             rotated = rotation.apply(qkv[:, : heads + kv_heads])
             query, key = rotated[:, :heads], rotated[:, heads:]
@@ -158,7 +159,7 @@ class Decoder:
         return self._residual(layer.o, context, hidden)
 
     def _mlp(self, layer: Layer, hidden: torch.Tensor) -> torch.Tensor:
-        x = self._norm(hidden, layer.mlp_norm)
+        x = layer.mlp_norm(hidden)
         return self._residual(layer.down, layer.up.times(x, layer.gate.silu(x)), hidden)
 
     def _residual(self, linear: Linear, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -167,14 +168,11 @@ class Decoder:
         self.collectives.all_reduce(out)
         return out
 
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
-
     def _logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
         """[R, vocab] float32 on rank 0, None elsewhere."""
         if rows.shape[0] == 0:
             empty = torch.empty(0, self.logit_width, dtype=torch.float32, device=self.device)
             return empty if self.shard.rank == 0 else None
-        local = self._weights.head(self._norm(hidden.index_select(0, rows), self._weights.final_norm))
+        local = self._weights.head(self._weights.final_norm(hidden.index_select(0, rows)))
         logits = self.collectives.gather_logits(local, self._head_columns)
         return None if logits is None else logits.float()

@@ -14,6 +14,7 @@ from engine.errors import ConfigError
 from engine.linear import Linear, LinearKind, make_linear
 from engine.model_config import ModelConfig
 from engine.models.decoder import DecoderWeights, Layer
+from engine.models.norm import RmsNorm
 from engine.weights import ShardSpec, WeightFiles
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -64,7 +65,7 @@ class Loader:
         config = self._config
         embedding = self._embedding(target_folder)
         layers = tuple(self._layer(f"model.layers.{index}.") for index in range(config.num_layers))
-        final_norm = self._vector("model.norm.weight", config.hidden_size)
+        final_norm = self._norm("model.norm.weight", config.hidden_size)
         head = self._head(embedding)
         draft_vocab = self._draft_vocab()
         tied = (HEAD,) if config.tie_word_embeddings else ()
@@ -99,17 +100,17 @@ class Loader:
             )
         ]
         return Layer(
-            input_norm=self._vector(prefix + "input_layernorm.weight", hidden),
+            input_norm=self._norm(prefix + "input_layernorm.weight", hidden),
             qkv=self._make(
                 torch.cat([weight for weight, _ in parts]),
                 torch.cat([bias for _, bias in parts if bias is not None]) if config.qkv_bias else None,
             ),
-            q_norm=self._vector(attention + "q_norm.weight", dim) if config.qk_norm else None,
-            k_norm=self._vector(attention + "k_norm.weight", dim) if config.qk_norm else None,
+            q_norm=self._norm(attention + "q_norm.weight", dim) if config.qk_norm else None,
+            k_norm=self._norm(attention + "k_norm.weight", dim) if config.qk_norm else None,
             o=self._make(
                 *self._part(attention + "o_proj", (hidden, config.num_heads * dim), cols=query, bias=config.o_bias)
             ),
-            mlp_norm=self._vector(prefix + "post_attention_layernorm.weight", hidden),
+            mlp_norm=self._norm(prefix + "post_attention_layernorm.weight", hidden),
             gate=self._make(
                 *self._part(mlp + "gate_proj", (config.intermediate_size, hidden), rows=inner, bias=config.mlp_bias)
             ),
@@ -160,8 +161,9 @@ class Loader:
         vector = self._to(self._files.read_float(name + ".bias", shape[:1], rows=rows))
         return weight, vector if cols is None or self._shard.rank == 0 else None
 
-    def _vector(self, name: str, length: int) -> torch.Tensor:
-        return self._to(self._files.read_float(name, (length,)))
+    def _norm(self, name: str, length: int) -> RmsNorm:
+        weight = self._to(self._files.read_float(name, (length,)))
+        return RmsNorm(weight, self._config.rms_norm_eps, fast=self._linear == "auto")
 
     def _make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return make_linear(weight, bias, kind=self._linear)
