@@ -13,13 +13,14 @@ from typing import Any
 
 from rich.table import Table
 
+from distill.costs import StepCosts
 from distill.draft import SmallDraft
 from distill.eagle import EagleDraft
 from distill.evaluate import Acceptance
 
 
-def table(results: Mapping[str, Mapping[str, Acceptance]]) -> Table:
-    """Drafts side by side: for each kind of work, first-token acceptance and tokens per step; then by position."""
+def table(results: Mapping[str, Mapping[str, Acceptance]], costs: Mapping[str, StepCosts] | None = None) -> Table:
+    """Drafts side by side: first-token acceptance and tokens per step by kind of work; then by position; then cost."""
     shown = Table(title="acceptance, greedy: first token / tokens per verify step")
     shown.add_column("work")
     for name in results:
@@ -37,6 +38,12 @@ def table(results: Mapping[str, Mapping[str, Acceptance]]) -> Table:
     ]
     for label, show in rows:
         shown.add_row(label, *[show(a) if a else "-" for a in total])
+    if costs:
+        shown.add_section()
+        shown.add_row("draft step / target step", *[f"{costs[name].draft_share:.1%}" for name in results])
+        predicted = [(costs[name], result.get("all")) for name, result in results.items()]
+        cells = [f"{cost.speedup(figures.tokens_per_step):.2f}x" if figures else "-" for cost, figures in predicted]
+        shown.add_row(f"predicted speed-up, 1 request, K = {next(iter(costs.values())).k}", *cells)
     return shown
 
 

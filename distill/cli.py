@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from distill import corpus
 from distill.card import draft_card, draw_curves, table
+from distill.costs import StepCosts, measure
 from distill.data import ShardWriter, shard_paths, token_mass
 from distill.decoder import FrozenTarget, fingerprint
 from distill.draft import SmallDraft
@@ -76,6 +77,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--kl-weight", type=float, default=Objective.kl_weight)
     add("--ce-weight", type=float, default=Objective.ce_weight)
     add("--temperature", type=float, default=Objective.temperature, help="softens the target's law in the KL part")
+    add("--feature-weight", type=float, default=Objective.feature_weight, help="eagle: weight of feature regression")
     add("--int8", action="store_true", help="store matrices as int8 rows")
     add("--seed", type=int, default=0)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -147,6 +149,7 @@ def run_eval(args: argparse.Namespace) -> int:
     folder, target = _open_target(args, tapped[0] if tapped else None)
     shards = answers_to(args, folder, target)
     results: dict[str, dict[str, Acceptance]] = {}
+    costs: dict[str, StepCosts] = {}
     for path in args.drafts:
         try:
             draft = load_draft(path, target)
@@ -154,7 +157,8 @@ def run_eval(args: argparse.Namespace) -> int:
             raise ConfigError(f"{path}: {error}") from None
         draft.to(target.device, target.dtype)
         results[path.name] = evaluate(draft, shards, k=args.k, temperature=args.temperature, every=args.every)
-    Console(width=150).print(table(results))
+        costs[path.name] = measure(target, draft, args.k)
+    Console(width=150).print(table(results, costs))
     if args.json is not None:
         args.json.write_text(json.dumps(results, default=vars, indent=1))
     return 0
@@ -230,7 +234,7 @@ def answers_to(args: argparse.Namespace, folder: Path, target: FrozenTarget) -> 
 
 def train_config(args: argparse.Namespace) -> TrainConfig:
     """The options as a `TrainConfig`."""
-    objective = Objective(args.kl_weight, args.ce_weight, args.temperature)
+    objective = Objective(args.kl_weight, args.ce_weight, args.temperature, args.feature_weight)
     return replace(
         TrainConfig(),
         steps=args.unroll if args.architecture == "eagle" else 1,

@@ -168,16 +168,7 @@ class FrozenTarget:
         x = F.embedding(ids, self.embed)
         taps = []
         for index, layer in enumerate(self.layers):
-            h = rms_norm(x, layer.input_norm, c.rms_norm_eps)
-            heads = torch.unflatten(layer.qkv(h), -1, (-1, c.head_dim))
-            q, k, v = torch.split(heads, [c.num_attention_heads, *[c.num_key_value_heads] * 2], dim=2)
-            if layer.q_norm is not None and layer.k_norm is not None:
-                q, k = rms_norm(q, layer.q_norm, c.rms_norm_eps), rms_norm(k, layer.k_norm, c.rms_norm_eps)
-            mixed = attend(index, rotate(q, cos, sin), rotate(k, cos, sin), v)
-            x = x + layer.output(mixed.flatten(2))
-            h = rms_norm(x, layer.post_norm, c.rms_norm_eps)
-            gate, up = layer.gate_up(h).chunk(2, dim=-1)
-            x = x + layer.down(F.silu(gate) * up)
+            x = run_layer(c, index, layer, x, cos, sin, attend)
             if index in self.feature_layers:
                 taps.append(x)
         features = torch.stack(taps, dim=2) if taps else x.new_empty((*x.shape[:2], 0, c.hidden_size))
@@ -187,6 +178,23 @@ class FrozenTarget:
     def logits(self, last: Tensor) -> Tensor:
         """last [..., H] -> logits [..., V] in the compute type."""
         return self.head(last)
+
+
+def run_layer(
+    config: DecoderConfig, index: int, layer: DecoderLayer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend
+) -> Tensor:
+    """One decoder layer: x [B, T, H] -> [B, T, H]."""
+    c = config
+    h = rms_norm(x, layer.input_norm, c.rms_norm_eps)
+    heads = torch.unflatten(layer.qkv(h), -1, (-1, c.head_dim))
+    q, k, v = torch.split(heads, [c.num_attention_heads, *[c.num_key_value_heads] * 2], dim=2)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = rms_norm(q, layer.q_norm, c.rms_norm_eps), rms_norm(k, layer.k_norm, c.rms_norm_eps)
+    mixed = attend(index, rotate(q, cos, sin), rotate(k, cos, sin), v)
+    x = x + layer.output(mixed.flatten(2))
+    h = rms_norm(x, layer.post_norm, c.rms_norm_eps)
+    gate, up = layer.gate_up(h).chunk(2, dim=-1)
+    return x + layer.down(F.silu(gate) * up)
 
 
 def causal_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from distill.data import Batch
 from distill.decoder import DecoderConfig, FrozenTarget, rms_norm, rope_tables
-from distill.layers import DraftLayer, VocabularyMap, copy_layer
+from distill.layers import Chains, DraftLayer, VocabularyMap, copy_layer
 
 
 class SmallDraft(nn.Module):
@@ -44,8 +44,8 @@ class SmallDraft(nn.Module):
         self.final_norm.copy_(target.final_norm)
         self.head.weight.copy_(target.head_weight[self.vocabulary.draft_vocab])
 
-    def unroll(self, batch: Batch, steps: int, first_root: int = 0) -> list[Tensor]:
-        """As `EagleDraft.unroll`: entry s [R, T - 1 - s - first_root, H] scores token t + 2 + s."""
+    def unroll(self, batch: Batch, steps: int, first_root: int = 0) -> Chains:
+        """As `EagleDraft.unroll`; the chain of a model on tokens alone is its causal output."""
         length = batch.tokens.shape[1]
         dtype = self.head.weight.dtype
         cos, sin = rope_tables(self.config, length, batch.tokens.device)
@@ -54,4 +54,4 @@ class SmallDraft(nn.Module):
         for layer in self.layers:
             x = layer(x, cos, sin, [])
         x = rms_norm(x, self.final_norm, self.config.rms_norm_eps)
-        return [x[:, step + 1 + first_root :] for step in range(min(steps, length - 1 - first_root))]
+        return Chains([x[:, step + 1 + first_root :] for step in range(min(steps, length - 1 - first_root))], [])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from distill.data import Batch
 from distill.decoder import DecoderConfig, FrozenTarget, rms_norm, rope_tables
-from distill.layers import DraftLayer, KeysValues, VocabularyMap, copy_layer
+from distill.layers import Chains, DraftLayer, KeysValues, VocabularyMap, copy_layer
 
 
 class EagleDraft(nn.Module):
@@ -77,11 +77,10 @@ class EagleDraft(nn.Module):
         self.final_norm.copy_(target.final_norm)
         self.head.weight.copy_(target.head_weight[self.vocabulary.draft_vocab])
 
-    def unroll(self, batch: Batch, steps: int, first_root: int = 0) -> list[Tensor]:
-        """Final hidden states of chain steps 0..steps-1, rooted at every position from `first_root` on.
+    def unroll(self, batch: Batch, steps: int, first_root: int = 0) -> Chains:
+        """Chain steps 0..steps-1, rooted at every position from `first_root` on.
 
-        Entry s is [R, T - 1 - s - first_root, H]: the state of root t scores token t + 2 + s, after the target's
-        features up to t and the true tokens up to t + 1 + s.
+        The state of root t at step s has seen the target's features up to t and the true tokens up to t + 1 + s.
         """
         eps = self.config.rms_norm_eps
         length = batch.tokens.shape[1]
@@ -91,9 +90,10 @@ class EagleDraft(nn.Module):
         tokens = rms_norm(F.embedding(batch.tokens, self.embed).to(dtype), self.token_norm, eps)
         features = batch.features.to(dtype)
         normed = F.rms_norm(features, (features.shape[-1],), eps=eps) * self.feature_norm
-        source: Tensor = self.fuse(normed.flatten(2))
+        fused: Tensor = self.fuse(normed.flatten(2))
+        source = fused
         pasts: list[KeysValues] = [[] for _ in self.layers]
-        found = []
+        found, errors = [], []
         for step in range(steps):
             width = length - 1 - step
             if width <= first_root:
@@ -108,7 +108,10 @@ class EagleDraft(nn.Module):
             x = x[:, first_root - first :]
             found.append(rms_norm(x, self.final_norm, eps))
             source = self.carry(rms_norm(x, self.carry_norm, eps))
-        return found
+            wanted = fused[:, step + 1 + first_root :].detach().float()
+            distance = (source.float() - wanted).square().mean(-1)
+            errors.append(distance / wanted.square().mean(-1).clamp(min=1e-6))
+        return Chains(found, errors)
 
 
 def _shortened(past: KeysValues, width: int, first_root: int) -> KeysValues:

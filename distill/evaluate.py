@@ -45,7 +45,7 @@ def answer_hits(draft: Draft, batch: Batch, first_root: int, k: int, temperature
     """hits and overlaps [K, roots] for the one row of `batch`; column i is the chain after root first_root + i."""
     roots = batch.tokens.shape[1] - 1 - first_root
     hits, overlaps = np.zeros((k, roots), np.bool_), np.zeros((k, roots), np.float32)
-    for step, hidden in enumerate(draft.unroll(batch, k, first_root)):
+    for step, hidden in enumerate(draft.unroll(batch, k, first_root).hidden):
         logits = draft.head(hidden[0])
         at = slice(step + 1 + first_root, None)
         ids, logprobs = batch.top_ids[0, at], batch.top_logprobs[0, at]

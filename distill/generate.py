@@ -128,19 +128,23 @@ class Generator:
 
     def _start(self, index: int, job: Job) -> None:
         """Prefill all but the last prompt token; the next step takes it from there."""
-        ids = torch.tensor([job.prompt[:-1]], device=self.target.device)
-        n = ids.shape[1]
+        n = len(job.prompt) - 1
+        # Lengths are rounded up: oneDNN keeps a compiled kernel per shape, and hundreds of them fill gigabytes.
+        # What lies behind the prompt is invisible to it and overwritten by later steps.
+        padded = min(-(-n // 32) * 32, self.max_len)
+        ids = torch.tensor([[*job.prompt[:-1], *[0] * (padded - n)]], device=self.target.device)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            self._k[layer, index, ..., :n], self._v[layer, index, :, :n] = k[0].transpose(1, 2), v[0]
+            self._k[layer, index, ..., :padded], self._v[layer, index, :, :padded] = k[0].transpose(1, 2), v[0]
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
         with torch.inference_mode():
-            hidden = self.target.forward(ids, torch.arange(n, device=ids.device)[None], attend)
+            hidden = self.target.forward(ids, torch.arange(padded, device=ids.device)[None], attend)
             top = self._top(self.target.logits(hidden.last[0]))
-            self._features[index, :n] = hidden.features[0].to(torch.bfloat16)
-            self._top_ids[index, :n], self._top_logprobs[index, :n] = top.indices, top.values
+            self._features[index, :padded] = hidden.features[0].to(torch.bfloat16)
+            self._top_ids[index, :padded] = top.indices.int()
+            self._top_logprobs[index, :padded] = top.values.half()
         slot = Slot(job, list(job.prompt), [int(job.own)] * len(job.prompt))
         slot.done = not job.segments
         self._slots[index] = slot
@@ -153,7 +157,7 @@ class Generator:
         rows = torch.tensor([index for index, _ in busy], device=device)
         at = torch.tensor([len(slot.tokens) - 1 for _, slot in busy], device=device)
         ids = torch.tensor([[slot.tokens[-1]] for _, slot in busy], device=device)
-        span = int(at.max()) + 1
+        span = min(-(-(int(at.max()) + 1) // 64) * 64, self.max_len)  # rounded up as in `_start`
         mask = torch.zeros((len(busy), 1, 1, span), device=device)
         mask.masked_fill_(torch.arange(span, device=device) > at[:, None, None, None], float("-inf"))
         whole, scale = len(busy) == self.num_slots, self.target.config.head_dim**-0.5

@@ -6,6 +6,8 @@ Knows nothing of losses or of where the target's weights come from beyond their 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,6 +16,17 @@ from distill.decoder import DecoderConfig, FrozenTarget, rms_norm, rotate
 
 KeysValues = list[tuple[Tensor, Tensor]]
 """Keys and values [R, T, kv_heads, d] of the roots (first entry) and of each later chain step, row by row."""
+
+
+@dataclass(frozen=True)
+class Chains:
+    """What unrolling a draft from every root gives; lists by chain step s = 0, 1, ..."""
+
+    hidden: list[Tensor]
+    """Entry s [R, T - 1 - s - first_root, H]: the final state of root t, which scores token t + 2 + s."""
+    feature_errors: list[Tensor]
+    """Entry s [R, roots] float32: mean squared distance of what step s + 1 is fed to the target's fused feature that
+    it stands in for, relative to that feature's size. Empty for drafts without features."""
 
 
 class DraftLayer(nn.Module):

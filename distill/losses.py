@@ -22,6 +22,8 @@ class Objective:
     """Cross-entropy to the target's likeliest token: what greedy acceptance asks for."""
     temperature: float = 1.0
     """Of the target's law in the KL part."""
+    feature_weight: float = 0.0
+    """Feature regression, for drafts that stand in for the target's features (Li et al. 2024, EAGLE)."""
     step_decay: float = 0.8
     """Loss weight of unrolled step s is step_decay ** s (Li et al. 2025, EAGLE-3)."""
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from distill.data import Batch, batches
-from distill.layers import VocabularyMap
+from distill.layers import Chains, VocabularyMap
 from distill.losses import Objective, head_loss, soft_targets
 
 
@@ -29,7 +29,7 @@ class Draft(Protocol):
     vocabulary: VocabularyMap
     head: nn.Linear
 
-    def unroll(self, batch: Batch, steps: int, first_root: int = 0) -> list[Tensor]:
+    def unroll(self, batch: Batch, steps: int, first_root: int = 0) -> Chains:
         """Final hidden states per chain step; see `EagleDraft.unroll`."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -88,7 +88,8 @@ def step_loss(draft: Draft, batch: Batch, config: TrainConfig) -> tuple[Tensor, 
     total: Tensor | None = None
     losses, hits = [], []
     count = float(batch.weight[:, 1:].sum())
-    for step, hidden in enumerate(draft.unroll(batch, config.steps)):
+    chains = draft.unroll(batch, config.steps)
+    for step, hidden in enumerate(chains.hidden):
         at = slice(step + 1, None)  # root t is scored at step s by the law that the target had at t + 1 + s
         ids, logprobs = batch.top_ids[:, at].flatten(0, 1), batch.top_logprobs[:, at].flatten(0, 1)
         weight = batch.weight[:, at].flatten()
@@ -98,6 +99,8 @@ def step_loss(draft: Draft, batch: Batch, config: TrainConfig) -> tuple[Tensor, 
         right = draft.vocabulary.draft_vocab[best] == ids[used, 0]
         losses.append(float(loss.detach()))
         hits.append(float((right * weight[used]).sum()))
+        if config.objective.feature_weight and chains.feature_errors:
+            loss = loss + config.objective.feature_weight * (chains.feature_errors[step] * batch.weight[:, at]).sum()
         scaled = loss * (config.objective.step_decay**step / max(count, 1.0))
         total = scaled if total is None else total + scaled
     if total is None:

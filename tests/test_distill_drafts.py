@@ -68,7 +68,7 @@ def chain_alone(draft: EagleDraft, batch: Batch, root: int, steps: int) -> list[
 def test_unrolled_chains_equal_chains_run_alone(target: FrozenTarget, num_layers: int, first_root: int) -> None:
     draft, batch, steps = eagle(target, num_layers), random_batch(2, 14), 4
     with torch.no_grad():
-        unrolled = draft.unroll(batch, steps, first_root)
+        unrolled = draft.unroll(batch, steps, first_root).hidden
         for root in (first_root, 6, 9):
             alone = chain_alone(draft, batch, root, steps)
             for step in range(steps):
@@ -80,23 +80,36 @@ def test_chains_never_see_later_features_or_tokens(target: FrozenTarget) -> None
     tokens, features = batch.tokens.clone(), batch.features.clone()
     features[:, root + 1 :] += 1
     with torch.no_grad():
-        for step, before in enumerate(draft.unroll(batch, 3)):
+        for step, before in enumerate(draft.unroll(batch, 3).hidden):
             changed = tokens.clone()
             changed[:, root + 2 + step :] = 0
-            after = draft.unroll(Batch(changed, features, batch.top_ids, batch.top_logprobs, batch.weight), 3)[step]
+            after = draft.unroll(Batch(changed, features, batch.top_ids, batch.top_logprobs, batch.weight), 3).hidden[
+                step
+            ]
             torch.testing.assert_close(before[0, root], after[0, root])
 
 
 def test_unrolling_ends_with_the_row(target: FrozenTarget) -> None:
     found = eagle(target, 1).unroll(random_batch(1, 4), 8)
-    assert [hidden.shape[1] for hidden in found] == [3, 2, 1]
+    assert [hidden.shape[1] for hidden in found.hidden] == [3, 2, 1]
+
+
+def test_feature_errors_vanish_where_the_stand_in_is_right(target: FrozenTarget) -> None:
+    """With carry zeroed the stand-in is zero and the relative error one; every root has one error per step."""
+    draft, batch = eagle(target, 1), random_batch(2, 8)
+    with torch.no_grad():
+        draft.carry.weight.zero_()
+        errors = draft.unroll(batch, 3).feature_errors
+    assert [tuple(error.shape) for error in errors] == [(2, 7), (2, 6), (2, 5)]
+    for error in errors:
+        torch.testing.assert_close(error, torch.ones_like(error))
 
 
 def test_small_draft_steps_are_its_causal_outputs(target: FrozenTarget) -> None:
     draft, batch = SmallDraft(target.config, VOCABULARY, target.embed, num_layers=2), random_batch(1, 10)
     with torch.no_grad():
-        first, second, third = draft.unroll(batch, 3)
-        (later,) = draft.unroll(batch, 1, first_root=4)
+        first, second, third = draft.unroll(batch, 3).hidden
+        (later,) = draft.unroll(batch, 1, first_root=4).hidden
     torch.testing.assert_close(first[:, 2:], third)
     torch.testing.assert_close(first[:, 1:], second)
     torch.testing.assert_close(first[:, 4:], later)
@@ -106,7 +119,7 @@ def test_initialised_small_draft_of_all_layers_is_the_target(target: FrozenTarge
     draft, batch = SmallDraft(target.config, VOCABULARY, target.embed, num_layers=2), random_batch(1, 10)
     draft.initialise(target)
     with torch.no_grad():
-        logits = draft.head(draft.unroll(batch, 1)[0])
+        logits = draft.head(draft.unroll(batch, 1).hidden[0])
     from distill.decoder import causal_attend
 
     hidden = target.forward(batch.tokens, torch.arange(10)[None], causal_attend)

@@ -1,0 +1,126 @@
+"""What a draft step costs next to a target step, on this device, one request: the other half of a speed-up.
+
+Owns the timing and the formula. Times kernels only (no scheduling, no hand-over between processes), so the predicted
+speed-up is an upper bound. Knows nothing of acceptance.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distill.decoder import DecoderConfig, DecoderLayer, FrozenTarget, PackedLinear, run_layer
+from distill.draft import SmallDraft
+from distill.eagle import EagleDraft
+from distill.layers import DraftLayer
+
+CONTEXT = 256
+"""Tokens in the cache while timing."""
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds at one request."""
+
+    target_s: float
+    """One token."""
+    verify_s: float
+    """K + 1 tokens."""
+    draft_s: float
+    """One draft step."""
+    k: int
+
+    @property
+    def draft_share(self) -> float:
+        """A draft step in target steps."""
+        return self.draft_s / self.target_s
+
+    def speedup(self, tokens_per_step: float) -> float:
+        """Predicted tokens per second over plain decoding: E / ((t_verify + K t_draft) / t_target)."""
+        return tokens_per_step * self.target_s / (self.verify_s + self.k * self.draft_s)
+
+
+def measure(target: FrozenTarget, draft: EagleDraft | SmallDraft, k: int, *, repeats: int = 30) -> StepCosts:
+    """Median times of target steps over 1 and k + 1 tokens and of a draft step, after warming up."""
+    attend = cached_attention(target.config, target.device, target.dtype)
+    ids = torch.zeros((1, k + 1), dtype=torch.int64, device=target.device)
+    positions = CONTEXT + torch.arange(k + 1, device=target.device)[None]
+
+    def step(rows: int) -> Callable[[], object]:
+        return lambda: target.logits(target.forward(ids[:, :rows], positions[:, :rows], attend).last).argmax(-1)
+
+    # Interleaved, so that a slow moment of the machine meets all three alike.
+    runs = (step(1), step(k + 1), draft_step(target, draft))
+    times: list[list[float]] = [[], [], []]
+    for number in range(repeats + 3):
+        for place, run in enumerate(runs):
+            began = time.perf_counter()
+            run()
+            if target.device.type == "cuda":
+                torch.cuda.synchronize(target.device)
+            if number >= 3:
+                times[place].append(time.perf_counter() - began)
+    plain, verify, drafted = (statistics.median(values) for values in times)
+    return StepCosts(plain, verify, drafted, k)
+
+
+def cached_attention(
+    config: DecoderConfig, device: torch.device, dtype: torch.dtype
+) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+    """Attention over CONTEXT earlier keys of every layer; contents do not matter for time."""
+    shape = (config.num_hidden_layers, 2, 1, config.num_key_value_heads, CONTEXT, config.head_dim)
+    cache = torch.zeros(shape, device=device, dtype=dtype)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        n = k.shape[1]
+        cache[layer, 0, :, :, -n:], cache[layer, 1, :, :, -n:] = k.transpose(1, 2), v.transpose(1, 2)
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), cache[layer, 0], cache[layer, 1], enable_gqa=True)
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def draft_step(target: FrozenTarget, draft: EagleDraft | SmallDraft) -> Callable[[], object]:
+    """One chain step of the draft for one request, with packed weights, as serving would run it."""
+    config, dtype, device = draft.config, target.dtype, target.device
+    attend = cached_attention(config, device, dtype)
+
+    def packed(*linears: torch.nn.Linear) -> PackedLinear:
+        return PackedLinear(torch.cat([linear.weight.detach() for linear in linears]).to(device, dtype), None, 1)
+
+    def frozen(layer: torch.nn.Module) -> DecoderLayer:
+        assert isinstance(layer, DraftLayer)
+        norms = [norm.detach().to(device, dtype) for norm in (layer.input_norm, layer.post_norm)]
+        return DecoderLayer(
+            input_norm=norms[0],
+            qkv=packed(layer.q, layer.k, layer.v),
+            q_norm=None,
+            k_norm=None,
+            output=packed(layer.o),
+            post_norm=norms[1],
+            gate_up=packed(layer.gate, layer.up),
+            down=packed(layer.down),
+        )
+
+    layers, head = [frozen(layer) for layer in draft.layers], packed(draft.head)
+    norm = draft.final_norm.detach().to(device, dtype)
+    cos = torch.ones((1, 1, 1, config.head_dim), device=device, dtype=dtype)
+    state = torch.zeros((1, 1, config.hidden_size), device=device, dtype=dtype)
+    inner = [packed(draft.carry), packed(draft.token)] if isinstance(draft, EagleDraft) else []
+
+    @torch.inference_mode()
+    def run() -> Tensor:
+        x = state
+        for linear in inner:
+            x = x + linear(F.rms_norm(state, (config.hidden_size,), norm, config.rms_norm_eps))
+        for index, layer in enumerate(layers):
+            x = run_layer(config, index, layer, x, cos, cos, attend)
+        return head(F.rms_norm(x, (config.hidden_size,), norm, config.rms_norm_eps)).argmax(-1)
+
+    return run
