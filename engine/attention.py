@@ -131,8 +131,8 @@ class PaddedAttention:
     """Most rows of a span that is attended in a group."""
     MIN_BATCHED = 1024
     """Gathered tokens from which batched products beat the fused operator, in bf16 at few rows; measured on Zen 5."""
-    MIN_SPREAD = 128
-    """Contexts that differ by less than this many tokens share a group whatever their ratio."""
+    MAX_PADDING = 3072
+    """Tokens of padding that a group may have: about what two more groups cost; a split saves at most half of it."""
 
     def __init__(self, *, group_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._group_size = group_size
@@ -158,12 +158,14 @@ class PaddedAttention:
         """Span numbers by group: short spans of like context, in order within a group; then long spans, alone."""
         short = np.flatnonzero(plan.q_lens <= self.SHORT_SPAN)
         groups: list[list[int]] = []
-        limit = -1
+        num_tokens = 0
         for span in short[np.argsort(plan.kv_lens[short], kind="stable")].tolist():
-            if plan.kv_lens[span] > limit:
+            kv_len = int(plan.kv_lens[span])
+            if not groups or len(groups[-1]) * kv_len - num_tokens > self.MAX_PADDING:
                 groups.append([])
-                limit = max(2 * plan.kv_lens[span], plan.kv_lens[span] + self.MIN_SPREAD)
+                num_tokens = 0
             groups[-1].append(span)
+            num_tokens += kv_len
         long = np.flatnonzero(plan.q_lens > self.SHORT_SPAN).tolist()
         return [sorted(group) for group in groups] + [[span] for span in long]
 

@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from engine.errors import ConfigError
+from engine.host_memory import keep_freed_memory
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder, ForwardInputs, LayerCache
 from engine.step import ForwardPlan
@@ -39,6 +40,8 @@ class ModelRunner:
         self.block_size = block_size
         self.features: torch.Tensor | None = None
         """[N, len(feature_layers) * hidden_size] of the last forward; None where the model keeps no features."""
+        if model.device.type == "cpu":
+            keep_freed_memory()
         shape = (num_blocks, block_size, model.num_kv_heads, model.config.head_dim)
         with torch.inference_mode():
             self.caches = [
