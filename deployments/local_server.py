@@ -130,12 +130,10 @@ def _deploy_failure(ray: LocalRay) -> str | None:
 
 def _print_hello(base: str, model: str) -> None:
     """The URL, a curl line and two lines of Python, on stdout."""
-    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+    messages = '[{"role": "user", "content": "What is the capital of France?"}]'
+    body = f'{{"model": "{model}", "messages": {messages}, "temperature": 0}}'
     print(f"\nServing {model} at {base}/v1 (Ctrl-C stops it)\n")
     print(f"  curl {base}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n")
     print(f'  client = openai.OpenAI(base_url="{base}/v1", api_key="none")')
-    print(
-        f'  print(client.chat.completions.create(model="{model}", '
-        'messages=[{"role": "user", "content": "What is the capital of France?"}]).choices[0].message.content)\n',
-        flush=True,
-    )
+    create = f'client.chat.completions.create(model="{model}", messages={messages}, temperature=0)'
+    print(f"  print({create}.choices[0].message.content)\n", flush=True)

@@ -36,7 +36,8 @@ class LocalEngine:
     ) -> None:
         speculative = settings.pop("speculative", {"method": "none"})
         if draft_folder is not None:
-            speculative = {"method": "draft_model", "draft": str(draft_folder)} | speculative
+            # Everything shares this process, so a busy machine must not look like a hung draft.
+            speculative = {"method": "draft_model", "draft": str(draft_folder), "deadline_s": 60} | speculative
         defaults = {"model": str(folder), "device": "cpu", "dtype": "float32", "kv_cache_tokens": 16384}
         self.config = EngineConfig.parse(defaults | settings | {"speculative": speculative})
         size = self.config.tensor_parallel_size

@@ -11,7 +11,7 @@ BOUND = 1e-4
 
 
 def assert_same_or_near_tie(
-    model: Any, prompt: Sequence[int], expected: Sequence[int], got: Sequence[int], name: str
+    model: Any, prompt: Sequence[int], expected: Sequence[int], got: Sequence[int], name: str, *, bound: float = BOUND
 ) -> bool:
     """Compare token by token.
 
@@ -23,7 +23,7 @@ def assert_same_or_near_tie(
         Whether both are identical.
 
     Raises:
-        AssertionError: they part where the logits are not within BOUND of each other.
+        AssertionError: they part where the logits are not within `bound` of each other.
     """
     for index, (ours, theirs) in enumerate(zip(got, expected, strict=False)):
         if ours != theirs:
@@ -31,7 +31,7 @@ def assert_same_or_near_tie(
                 logits = model(torch.tensor([[*prompt, *expected[:index]]])).logits[0, -1]
             gap = abs(float(logits[ours] - logits[theirs]))
             print(f"{name}: near-tie at token {index}: {ours} against {theirs}, logit gap {gap:.2e}")
-            assert gap < BOUND, f"{name}: token {index} is {ours}, expected {theirs}, logit gap {gap:.2e}"
+            assert gap < bound, f"{name}: token {index} is {ours}, expected {theirs}, logit gap {gap:.2e}"
             return False
     assert len(got) == len(expected), f"{name}: {len(got)} tokens, expected {len(expected)}"
     return True
