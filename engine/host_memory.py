@@ -17,7 +17,7 @@ _LARGEST_FROM_HEAP = 32 << 20
 
 
 def keep_freed_memory() -> bool:
-    """Let the allocator keep up to 1 GiB of freed memory for the next step, in the whole process. Repeating is harmless.
+    """Let the allocator keep up to 1 GiB of freed memory for the next step, in the whole process. Repeatable.
 
     Returns:
         Whether the C library took it; others than glibc do not know it.
