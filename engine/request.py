@@ -17,19 +17,55 @@ from typing import Literal
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf", "choice"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarSpec:
+    """What the text of an answer must match."""
+
+    kind: GrammarKind
+    text: str = ""
+    """The schema (JSON), pattern or EBNF; for `choice` a JSON array of strings; empty for `json_object`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen. Checked where they enter the process, in `deployments`."""
+    """How tokens are chosen. Checked where they enter the process, in `deployments`.
+
+    Order of application, as one law: logits + logit_bias, penalties, min_tokens and grammar masks, temperature, then
+    top_k, min_p, top_p on the probabilities. With everything neutral the law is the model's own.
+    """
 
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the most likely one."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token generated so far."""
+    frequency_penalty: float = 0.0
+    """Subtracted once per occurrence among the generated tokens."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt or output (Keskar et al. 2019)."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Added to the logits: (token id, bias)."""
     max_tokens: int = 16
     """Most tokens to generate."""
+    min_tokens: int = 0
+    """No stop token may be chosen before this many tokens."""
     seed: int | None = None
     """Same seed, same tokens, for any batch mix and any K schedule."""
     stop_token_ids: tuple[int, ...] = ()
     """Generation ends at the first of these; the token itself is emitted. Holds the model's EOS ids."""
+    num_logprobs: int | None = None
+    """Report the log-probability of every emitted token, and of this many most likely ones; None reports nothing.
+    They are of the model's own law (log-softmax of the logits), before any option."""
+    num_prompt_logprobs: int | None = None
+    """The same for the prompt's tokens, all but the first."""
+    grammar: GrammarSpec | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +89,16 @@ class Submit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Log-probabilities at one position."""
+
+    logprob: float
+    """Of the token that stands there."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, log-probability), most likely first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
     """What one step did for one request. The last one carries `finish_reason`."""
 
@@ -62,6 +108,10 @@ class Delta:
     finish_reason: FinishReason | None = None
     error: str | None = None
     """Set when finish_reason is `error`: what went wrong, for the client."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token of `token_ids` where they were asked for."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """With the first delta, for prompt tokens 1.. where they were asked for."""
     num_cached: int = 0
     """Prompt tokens found in the prefix cache, in total."""
     num_drafted: int = 0
