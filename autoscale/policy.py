@@ -18,8 +18,8 @@ from engine.step import StepStats
 class Off:
     """Never draft."""
 
-    def choose(self, plan: Plan, decodes: Sequence[Request]) -> Sequence[Choice]:
-        del plan
+    def choose(self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
+        del plan, num_prefill_rows
         return [Choice(0, "off")] * len(decodes)
 
     def observe(self, stats: StepStats) -> None:
@@ -30,7 +30,8 @@ class Off:
 class Fixed:
     """The same K always."""
 
-    def choose(self, plan: Plan, decodes: Sequence[Request]) -> Sequence[Choice]:
+    def choose(self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
+        del num_prefill_rows
         return [Choice(plan.max_k, "plan")] * len(decodes)
 
     def observe(self, stats: StepStats) -> None:
@@ -51,7 +52,8 @@ class Threshold:
         self._rung = 0
         self._accepted: deque[float] = deque(maxlen=window)
 
-    def choose(self, plan: Plan, decodes: Sequence[Request]) -> Sequence[Choice]:
+    def choose(self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
+        del num_prefill_rows
         if len(decodes) >= plan.max_batch:
             return [Choice(0, "batch")] * len(decodes)
         rungs = (plan.max_k, min(2, plan.max_k), min(1, plan.max_k))
@@ -80,8 +82,8 @@ class PolicyPacer:
     def __init__(self) -> None:
         self._policies: dict[PolicyName, Pacer] = {"off": Off(), "fixed": Fixed(), "threshold": Threshold()}
 
-    def choose(self, plan: Plan, decodes: Sequence[Request]) -> Sequence[Choice]:
-        return self._policies[plan.policy].choose(plan, decodes)
+    def choose(self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
+        return self._policies[plan.policy].choose(plan, decodes, num_prefill_rows)
 
     def observe(self, stats: StepStats) -> None:
         for policy in self._policies.values():

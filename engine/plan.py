@@ -38,8 +38,14 @@ class Choice:
 class Pacer(Protocol):
     """Chooses K per request and step; a pure function of plan, batch and what it has observed."""
 
-    def choose(self, plan: Plan, decodes: Sequence[Request]) -> Sequence[Choice]:
-        """One choice per request, in order; 0 <= k <= plan.max_k."""
+    def choose(self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
+        """One choice per request, in order; 0 <= k <= plan.max_k.
+
+        Args:
+            plan: in force.
+            decodes: requests that will each yield at least one token.
+            num_prefill_rows: rows of prompts that the same step is going to compute, as far as known.
+        """
         ...
 
     def observe(self, stats: StepStats) -> None:

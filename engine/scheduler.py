@@ -94,7 +94,7 @@ class Scheduler:
         budget = self._max_step_tokens
         spans: list[Span] = []
         decodes = [request for request in self._running if request.extend_len == 1]
-        choices = self._pacer.choose(self._plan(), decodes)
+        choices = self._pacer.choose(self._plan(), decodes, self._num_prefill_rows(budget - len(decodes)))
         rows_left = budget - len(decodes)
         for request, choice in zip(decodes, choices, strict=True):
             if request not in self._running:  # preempted for an earlier one
@@ -117,6 +117,13 @@ class Scheduler:
         # A request that was given a span can be preempted by a later one in the same step; it computes nothing then.
         held = tuple(span for span in spans if span.request.block_ids)
         return Batch(self._step_id, held, len(self._waiting))
+
+    def _num_prefill_rows(self, budget: int) -> int:
+        """Rows that prompts will take, before prefix-cache hits are known."""
+        rows = sum(request.extend_len for request in self._running if request.extend_len > 1)
+        if self._waiting and len(self._running) < self._max_num_requests:
+            rows += self._waiting[0].extend_len
+        return min(budget, rows)
 
     def _cap(self, request: Request, choice: Choice, rows_left: int) -> tuple[int, KReason]:
         """The pacer's K, less what the client, the lengths and the step's rows do not allow."""

@@ -7,13 +7,15 @@ scheduler -> Batch -> drafter -> Draft -> verifier -> Verdict -> committer -> De
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from engine.request import Request
+
+if TYPE_CHECKING:  # only a type here, so that `autoscale` and the simulator do without it
+    import torch
 
 KReason = Literal[
     "plan",  # the policy's own choice
@@ -25,6 +27,7 @@ KReason = Literal[
     "memory",  # no KV blocks, of target or draft, for more
     "catch_up",  # the draft is still reading committed tokens
     "draft_down",  # no living draft
+    "probe",  # off, but looking whether that is still right
     "no_match",  # prompt lookup found nothing
 ]
 """Why a request's K in a step is what it is."""
@@ -79,6 +82,8 @@ class Draft:
     """Seconds the draft computed."""
     handoff_s: float = 0.0
     """Seconds between the two processes, both ways."""
+    num_fed: int = 0
+    """Committed tokens the draft had to read before it could run ahead."""
 
 
 EmittedKind = Literal["accepted", "recovered", "bonus", "plain"]
@@ -128,6 +133,17 @@ class ForwardPlan:
     """[R] rows whose logits are wanted, ascending."""
 
 
+@dataclass(frozen=True, slots=True)
+class RowOutcome:
+    """What became of one request's draft."""
+
+    key: int
+    num_drafted: int
+    num_accepted: int
+    num_tokens: int
+    """Committed tokens of the request after the step."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
     """What one step did and cost. Filled by the engine, read by the controller and the metrics."""
@@ -145,12 +161,21 @@ class StepStats:
     accepted_by_position: tuple[int, ...]
     drafted_by_position: tuple[int, ...]
     """Positions that were reached: those after a rejection are not counted."""
+    depth: int
+    """Longest draft of the step."""
     k_by_reason: dict[str, int]
     """Spans that sample, by the reason of their K."""
+    outcomes: tuple[RowOutcome, ...]
+    """Of every request that was drafted for."""
+    num_fed: int
+    """Committed tokens the draft had to read."""
+    ended: tuple[int, ...]
+    """Keys of requests that finished in this step."""
     accepted_per_finished: tuple[float, ...]
     """Of each request that finished in this step and was drafted for: accepted tokens per step that drafted."""
     schedule_s: float
     draft_s: float
+    """Computing in the draft; 0 when it was not asked."""
     handoff_s: float
     verify_s: float
     sample_s: float

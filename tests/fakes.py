@@ -109,7 +109,7 @@ class RandomPacer:
         self._random = np.random.default_rng(seed)
         self._max_k = max_k
 
-    def choose(self, plan: Plan, decodes: Sequence[Request]) -> list[Choice]:
+    def choose(self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int) -> list[Choice]:
         return [Choice(int(k), "plan") for k in self._random.integers(0, self._max_k + 1, size=len(decodes))]
 
     def observe(self, stats: StepStats) -> None:
@@ -123,7 +123,7 @@ class FixedPacer:
         self._k = k
         self.stats: list[StepStats] = []
 
-    def choose(self, plan: Plan, decodes: Sequence[Request]) -> list[Choice]:
+    def choose(self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int) -> list[Choice]:
         return [Choice(self._k, "plan")] * len(decodes)
 
     def observe(self, stats: StepStats) -> None:

@@ -196,10 +196,10 @@ def test_acceptance_does_not_depend_on_the_prefix_cache() -> None:
 
 def test_after_a_pause_the_draft_catches_up_and_acceptance_is_what_it_was() -> None:
     class Pausing(FixedPacer):
-        def choose(self, plan, decodes):  # type: ignore[no-untyped-def]
+        def choose(self, plan, decodes, num_prefill_rows):  # type: ignore[no-untyped-def]
             paused = 10 <= len(self.stats) < 40
             self._k = 0 if paused else 3
-            return super().choose(plan, decodes)
+            return super().choose(plan, decodes, num_prefill_rows)
 
     target = ToyModel(vocab_size=VOCAB, num_blocks=200)
     drafter = toy_drafter(ToyModel(vocab_size=VOCAB, num_blocks=200), num_blocks=200, max_feed=8)

@@ -35,7 +35,11 @@ def finished(*accepted: float) -> StepStats:
         num_emitted=4,
         accepted_by_position=(1, 1, 1, 0),
         drafted_by_position=(1, 1, 1, 1),
+        depth=5,
         k_by_reason={"plan": 1},
+        outcomes=(),
+        num_fed=1,
+        ended=(),
         accepted_per_finished=accepted,
         schedule_s=0.001,
         draft_s=0.002,
@@ -48,7 +52,7 @@ def finished(*accepted: float) -> StepStats:
 
 def k_after(policy: Threshold, accepted: Sequence[float], batch: int = 1) -> int:
     policy.observe(finished(*accepted))
-    (choice, *_) = policy.choose(PLAN, requests(batch))
+    (choice, *_) = policy.choose(PLAN, requests(batch), 0)
     return choice.k
 
 
@@ -65,15 +69,15 @@ def test_threshold_goes_down_rung_by_rung_and_back_up() -> None:
 
 def test_threshold_is_off_in_a_large_batch_and_says_why() -> None:
     policy = Threshold()
-    assert {(c.k, c.reason) for c in policy.choose(PLAN, requests(16))} == {(0, "batch")}
-    assert {(c.k, c.reason) for c in policy.choose(PLAN, requests(15))} == {(5, "plan")}
+    assert {(c.k, c.reason) for c in policy.choose(PLAN, requests(16), 0)} == {(0, "batch")}
+    assert {(c.k, c.reason) for c in policy.choose(PLAN, requests(15), 0)} == {(5, "plan")}
 
 
 @pytest.mark.parametrize(("policy", "k"), [("off", 0), ("fixed", 5)])
 def test_the_pacer_follows_the_plan_in_force(policy: str, k: int) -> None:
     pacer = PolicyPacer()
     plan = Plan(policy=policy, max_k=5)  # type: ignore[arg-type]
-    assert [choice.k for choice in pacer.choose(plan, requests(3))] == [k] * 3
+    assert [choice.k for choice in pacer.choose(plan, requests(3), 0)] == [k] * 3
 
 
 def test_observations_add_up() -> None:

@@ -112,10 +112,11 @@ class RemoteDrafter:
                 rows[index] = DraftRow(reason="draft_down")
             return Draft(tuple(rows))
         del self._released[: len(released)]
+        fed = sum(len(order.feed) for order in orders)
         probs = self._end.probs
         for place, (index, order, answered) in enumerate(zip(asked, orders, answer.rows, strict=True)):
             rows[index] = self._row(batch.spans[index], order, answered, probs[place])
-        return Draft(tuple(rows), self._vocab, draft_s=answer.draft_s, handoff_s=answer.handoff_s)
+        return Draft(tuple(rows), self._vocab, draft_s=answer.draft_s, handoff_s=answer.handoff_s, num_fed=fed)
 
     def _orders(self, spans: Sequence[Span]) -> list[OrderRow]:
         """What to tell the draft: the committed tokens it does not know yet, as many as fit in one order."""
