@@ -1,17 +1,20 @@
-"""`paceline distill` and `paceline distill eval`: options, and the order of generating, training, measuring, writing.
+"""`paceline distill`: the order of generating, training, measuring and writing.
 
-Owns the command's options and its folder (`data/`, `train/`, the draft itself). The work is done by the other modules.
+Owns the command's folder: `work/data` (shards), `work/train` (checkpoint, curves, the draft's vocabulary) and the draft
+itself. Options are in `options`; the work is done by the other modules.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -19,7 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from distill import corpus
 from distill.card import draft_card, draw_curves, table
 from distill.costs import StepCosts, measure
-from distill.data import ShardWriter, shard_paths, token_mass
+from distill.data import Shard, ShardWriter, shard_paths, token_mass
 from distill.decoder import FrozenTarget, fingerprint
 from distill.draft import SmallDraft
 from distill.eagle import EagleDraft
@@ -28,7 +31,7 @@ from distill.export import DraftMismatchError, export_draft, load_draft
 from distill.generate import Generator, Job
 from distill.losses import Objective
 from distill.prompts import Prompt, prompts
-from distill.sources import collect
+from distill.sources import collect, is_prose
 from distill.trainer import TrainConfig, train
 from engine.errors import ConfigError
 from engine.model_store import resolve_model
@@ -37,84 +40,16 @@ HELD_OUT = 1
 """Shards of each stream that are never trained on; acceptance on them is the curves' honest twin."""
 
 
-def add_distill_parser(subparsers: Any) -> None:
-    """Add `distill TARGET` and `distill-eval`'s twin `distill eval` to an argparse `add_subparsers` object."""
-    parser = subparsers.add_parser("distill", help="make a draft from a target, or `distill eval` drafts")
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    _add_run(actions.add_parser("run", help="generate, train and write a draft"))
-    _add_eval(actions.add_parser("eval", help="acceptance of drafts on a prompt file"))
-
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("target", help="target: folder, Hugging Face id, or smollm2")
-    add("--out", type=Path, required=True, metavar="DIR", help="draft folder; work lies in DIR/work and is resumed")
-    add("--architecture", choices=("eagle", "draft_model"), default="eagle")
-    add("--layers", type=int, default=None, metavar="N", help="decoder layers (eagle: 1, draft_model: 3)")
-    add("--from-layers", type=_integers, default=None, metavar="A,B", help="target layers to initialise from")
-    add(
-        "--feature-layers",
-        type=_integers,
-        default=None,
-        metavar="A,B,C",
-        help="eagle: tapped layers (low, middle, last)",
-    )
-    add("--draft-vocab", type=int, default=8192, metavar="N", help="tokens the draft scores")
-    add("--prompts", type=Path, metavar="JSONL", help="prompts or logged conversations instead of made ones")
-    add("--text", type=Path, nargs="*", default=[], metavar="FILE", help="plain text to learn the target's laws over")
-    add("--chat-share", type=float, default=0.3, metavar="F", help="share of the target's own chat among the jobs")
-    add("--generate", type=int, default=2_000_000, metavar="TOKENS", help="tokens to generate before training")
-    add("--max-len", type=int, default=480, metavar="TOKENS", help="longest document")
-    add("--slots", type=int, default=96, help="documents written at once")
-    add("--tokens", type=int, default=6_000_000, help="training budget, token positions")
-    add("--time", type=float, default=None, metavar="MIN", help="training time at most; run again to continue")
-    add("--unroll", type=int, default=4, help="chain steps seen in training")
-    add("--lr", type=float, default=TrainConfig.lr)
-    add("--muon-lr", type=float, default=TrainConfig.muon_lr)
-    add("--adamw", action="store_true", help="AdamW for all weights instead of Muon for the matrices")
-    add("--batch-tokens", type=int, default=TrainConfig.batch_tokens)
-    add("--row-len", type=int, default=TrainConfig.row_len)
-    add("--kl-weight", type=float, default=Objective.kl_weight)
-    add("--ce-weight", type=float, default=Objective.ce_weight)
-    add("--temperature", type=float, default=Objective.temperature, help="softens the target's law in the KL part")
-    add("--feature-weight", type=float, default=Objective.feature_weight, help="eagle: weight of feature regression")
-    add("--int8", action="store_true", help="store matrices as int8 rows")
-    add("--seed", type=int, default=0)
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    add("--threads", type=int, default=None, help="CPU threads")
-    parser.set_defaults(run=run_distill)
-
-
-def _add_eval(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("target", help="target: folder, Hugging Face id, or smollm2")
-    add("drafts", type=Path, nargs="+", help="draft folders to compare")
-    add("--prompts", type=Path, required=True, metavar="JSONL", help="prompt file; `category` groups its lines")
-    add("--answers", type=Path, required=True, metavar="DIR", help="cache of the target's answers to them")
-    add("--max-answer", type=int, default=128, metavar="TOKENS")
-    add("--k", type=int, default=5)
-    add("--temperature", type=float, default=0.8, help="of the sampled figures")
-    add("--every", type=int, default=1, metavar="N", help="use each N-th prompt only")
-    add("--json", type=Path, default=None, metavar="FILE", help="write the figures here too")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    add("--threads", type=int, default=None, help="CPU threads")
-    parser.set_defaults(run=run_eval)
-
-
 def run_distill(args: argparse.Namespace) -> int:
     """Generate what is missing, train what is left of the budget, measure, write the draft; returns the exit status."""
     console = Console(stderr=True)
     folder, target = _open_target(args, args.feature_layers)
     data, work = args.out / "work" / "data", args.out / "work" / "train"
-    have = sum(json.loads((path / "meta.json").read_text())["num_tokens"] for path in shard_paths([data]))
-    if have < args.generate:
-        generate_corpus(args, folder, target, data, args.generate - have, console)
+    generate_corpus(args, folder, target, data, console)
     held = held_out(data)
     if not held:
         raise ConfigError(f"generate: {args.generate} tokens made too few shards to hold one out; generate more")
-    draft = new_draft(args, target, data)
+    draft = new_draft(args, target, data, work)
     config = train_config(args)
     with _bar(console) as bar:
         task = bar.add_task("training", total=config.budget_tokens, note="")
@@ -137,6 +72,13 @@ def run_distill(args: argparse.Namespace) -> int:
     console.print(table({args.out.name: result}))
     export_draft(draft, folder, args.out, card=draft_card(draft, args, work, result), int8=args.int8)
     console.print(f"draft written to {args.out}")
+    return 0
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    """Only generate; returns the exit status."""
+    folder, target = _open_target(args, args.feature_layers)
+    generate_corpus(args, folder, target, args.out / "work" / "data", Console(stderr=True))
     return 0
 
 
@@ -164,15 +106,16 @@ def run_eval(args: argparse.Namespace) -> int:
     return 0
 
 
-def generate_corpus(
-    args: argparse.Namespace, folder: Path, target: FrozenTarget, data: Path, num_tokens: int, console: Console
-) -> None:
-    """Fill `data` with `num_tokens` more tokens."""
+def generate_corpus(args: argparse.Namespace, folder: Path, target: FrozenTarget, data: Path, console: Console) -> None:
+    """Fill `data` up to `args.generate` tokens, all streams counted."""
+    num_tokens = args.generate - sum(len(Shard.open(path).tokens) for path in shard_paths([data]))
+    if num_tokens <= 0:
+        return
     tokenizer = load_tokenizer(folder)
     chat = corpus.ChatFormat.of(tokenizer)
     meta = {"feature_layers": list(target.feature_layers), **fingerprint(folder)}
-    writer = ShardWriter(data, "made", meta, shard_tokens=max(min(num_tokens // 8, 65_536), 1024))
-    seed = args.seed * 100_003 + writer.next_index
+    writer = ShardWriter(data, args.stream, meta, shard_tokens=max(min(num_tokens // 8, 32_768), 1024))
+    seed = zlib.crc32(f"{args.seed} {args.stream} {writer.next_index}".encode())
     generator = Generator(target, num_slots=args.slots, max_len=args.max_len, stop_token=chat.stop, seed=seed)
     with _bar(console) as bar:
         task = bar.add_task("generating", total=num_tokens, note="")
@@ -191,18 +134,31 @@ def _jobs(args: argparse.Namespace, chat: corpus.ChatFormat, tokenizer: Any, see
             lambda number: corpus.logged(args.prompts, chat, tokenizer, seed + number)
         )
     else:
-        made: Iterator[Prompt] = prompts(collect(seed=args.seed), seed)
+        made: Iterator[Prompt] = prompts(collect(seed=args.seed, extra=_own_passages(args, tokenizer)), seed)
         given = corpus.answers(chat, tokenizer, made, seed, max_answer=args.max_len // 2)
     own = corpus.self_chat(chat, seed, max_answer=args.max_len // 2)
     if args.text:
         yield from corpus.plain_text(args.text, tokenizer, args.max_len)
-    yield from corpus.mixed([(args.chat_share, own), (1 - args.chat_share, given)], seed)
+    mixed = corpus.mixed([(args.chat_share, own), (1 - args.chat_share, given)], seed)
+    yield from corpus.by_length(mixed, *args.prompt_range) if args.prompt_range else mixed
 
 
-def new_draft(args: argparse.Namespace, target: FrozenTarget, data: Path) -> EagleDraft | SmallDraft:
-    """An initialised draft over the tokens that carry most of the target's mass in `data`."""
-    mass = token_mass(shard_paths([data]), target.config.vocab_size)
-    vocab = mass.topk(min(args.draft_vocab, target.config.vocab_size)).indices.sort().values
+def _own_passages(args: argparse.Namespace, tokenizer: Any) -> list[str]:
+    """Paragraphs of earlier token rows, several times over: prose on every subject beside the technical manuals."""
+    if args.rows is None:
+        return []
+    texts = (text for row in np.load(args.rows) for text in tokenizer.decode(row).split("\n\n"))
+    return [text for text in texts if len(text.split()) > 25 and is_prose(text)] * 6
+
+
+def new_draft(args: argparse.Namespace, target: FrozenTarget, data: Path, work: Path) -> EagleDraft | SmallDraft:
+    """An initialised draft over the tokens that carry most of the target's mass in `data` when training began."""
+    chosen = work / "draft_vocab.npy"
+    if not chosen.exists():
+        mass = token_mass(shard_paths([data]), target.config.vocab_size)
+        work.mkdir(parents=True, exist_ok=True)
+        np.save(chosen, mass.topk(min(args.draft_vocab, target.config.vocab_size)).indices.sort().values.numpy())
+    vocab = torch.from_numpy(np.load(chosen))
     draft: EagleDraft | SmallDraft
     if args.architecture == "eagle":
         draft = EagleDraft(target.config, target.feature_layers, vocab, target.embed, num_layers=args.layers or 1)
@@ -244,6 +200,7 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
         muon=not args.adamw,
         muon_lr=args.muon_lr,
         budget_tokens=args.tokens,
+        prompt_weight=args.prompt_weight,
         time_s=None if args.time is None else args.time * 60,
         seed=args.seed,
         objective=objective,
@@ -283,10 +240,6 @@ def _open_target(args: argparse.Namespace, layers: tuple[int, ...] | None) -> tu
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
 
 
 def _bar(console: Console) -> Progress:

@@ -80,12 +80,14 @@ def export_draft(
 def draft_config(draft: EagleDraft | SmallDraft, target_folder: Path, *, int8: bool) -> dict[str, Any]:
     """The `config.json` of a draft: Hugging Face names, plus what is special to drafts."""
     config = asdict(draft.config)
+    given = json.loads((target_folder / "config.json").read_text())
     return {
         "model_type": "llama",
         **config,
         "architecture": draft.architecture,
         "draft_vocab_size": len(draft.vocabulary.draft_vocab),
         "feature_layers": list(draft.feature_layers),
+        "max_position_embeddings": int(given.get("max_position_embeddings", 2048)),
         "tie_word_embeddings": False,
         "embed_tokens": "shared with the target",
         "hidden_act": "silu",

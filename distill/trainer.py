@@ -42,13 +42,13 @@ class TrainConfig:
 
     steps: int = 3
     """Chain steps unrolled."""
-    row_len: int = 480
+    row_len: int = 256
     batch_tokens: int = 4096
-    lr: float = 6e-4
+    lr: float = 1e-3
     head_lr_scale: float = 0.5
-    muon: bool = False
+    muon: bool = True
     """Muon for the matrices (Jordan et al. 2024); AdamW otherwise, and always for the head and the norms."""
-    muon_lr: float = 0.01
+    muon_lr: float = 0.02
     weight_decay: float = 0.05
     warmup: float = 0.03
     """Fraction of the budget; after it the rate falls as a cosine to a twentieth."""
@@ -60,7 +60,7 @@ class TrainConfig:
     """Token positions read, counted once per pass."""
     time_s: float | None = None
     """Stop by then, schedule unfinished; resuming continues it."""
-    prompt_weight: float = 0.2
+    prompt_weight: float = 0.4
     """Loss weight of positions the target did not write."""
     feature_noise: float = 0.0
     """Uniform noise of this relative size on features (Li et al. 2024, EAGLE)."""

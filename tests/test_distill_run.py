@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from distill.cli import add_distill_parser
 from distill.data import token_mass
 from distill.decoder import FrozenTarget
 from distill.draft import SmallDraft
 from distill.eagle import EagleDraft
 from distill.evaluate import evaluate, walk
+from distill.options import add_distill_parser
 from distill.trainer import TrainConfig, rate, train
 from tests.distill_fakes import VOCAB, open_target, write_shards, write_target
 from tests.tiny_tokenizer import byte_level
