@@ -1,10 +1,13 @@
 """Turns verdicts into facts: appends tokens, finishes requests, rolls back what was drafted in vain.
 
 Owns every change of a request's tokens and of what counts as computed. State advances per emitted token, in order, so
-that nothing after a stop token is ever seen. Knows no logits and no draft distributions.
+that nothing after a stop token is ever seen, in tokens, log-probabilities or counts. Knows no logits and no draft
+distributions.
 """
 
 from __future__ import annotations
+
+from collections.abc import Container
 
 from engine.block_pool import BlockPool
 from engine.request import Delta, FinishReason, Request
@@ -30,6 +33,7 @@ class Committer:
         """Apply the verdict; one delta for each request that emitted tokens."""
         deltas = []
         for span, drafted, row in zip(batch.spans, draft.rows, verdict.rows, strict=True):
+            span.request.prompt_logprobs += row.prompt_logprobs
             if not span.samples:
                 span.request.num_computed = span.start + span.num_tokens
                 self._pool.register(span.request)
@@ -39,8 +43,12 @@ class Committer:
 
     def _commit_row(self, span: Span, num_drafted: int, row: RowVerdict) -> Delta:
         request = span.request
+        is_first = request.num_generated == 0
         emitted: list[int] = []
         for token in row.token_ids:
+            if _ends_too_early(request, token):
+                request.finish_reason = "error"
+                break
             request.tokens.append(token)
             emitted.append(token)
             request.finish_reason = self._finish_reason(request, token)
@@ -62,6 +70,9 @@ class Committer:
             request_id=request.submit.request_id,
             token_ids=tuple(emitted),
             finish_reason=request.finish_reason,
+            error="grammar: no token of the model continues the text" if request.finish_reason == "error" else None,
+            logprobs=row.logprobs[: len(emitted)],
+            prompt_logprobs=tuple(request.prompt_logprobs) if is_first else (),
             num_cached=request.num_cached,
             num_drafted=request.num_drafted,
             num_accepted=request.num_accepted,
@@ -69,8 +80,24 @@ class Committer:
 
     def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
         sampling = request.submit.sampling
-        if token in sampling.stop_token_ids:
+        if token in _stop_token_ids(request):
             return "stop"
         if request.num_generated >= sampling.max_tokens or len(request.tokens) >= self._max_model_len:
             return "length"
         return None
+
+
+def _stop_token_ids(request: Request) -> Container[int]:
+    """What ends it. A grammar always has an end, also for a request without stop tokens of its own."""
+    if request.rules is not None and request.rules.matcher is not None:
+        return request.rules.matcher.stop_token_ids
+    return request.submit.sampling.stop_token_ids
+
+
+def _ends_too_early(request: Request, token: int) -> bool:
+    """Whether this is a stop token where the grammar's text is not complete: nothing else was left to choose."""
+    rules = request.rules
+    if rules is None or rules.matcher is None or token not in rules.matcher.stop_token_ids:
+        return False
+    rules.follow(request.tokens)
+    return not rules.matcher.is_complete

@@ -15,8 +15,12 @@ from collections.abc import Callable, Sequence
 
 from engine.committer import Committer
 from engine.drafter import Drafter
+from engine.errors import InvalidRequest
+from engine.grammar import Grammars
+from engine.penalties import TokenOptions
 from engine.plan import Pacer, Plan
 from engine.request import Delta, Request, Submit
+from engine.rules import Rules
 from engine.scheduler import Scheduler
 from engine.step import Batch, StepStats
 from engine.step_stats import step_stats
@@ -43,6 +47,7 @@ class Engine:
         scheduler, drafter, verifier, committer, streams: the five phases, sharing one block pool.
         pacer: told of every step.
         observers: called with each step's stats, in the loop's thread.
+        grammars: compiles what answers must match; None refuses such requests.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class Engine:
         streams: Streams,
         pacer: Pacer,
         observers: Sequence[Callable[[StepStats], None]] = (),
+        grammars: Grammars | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.drafter = drafter
@@ -66,10 +72,17 @@ class Engine:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._by_id: dict[str, Request] = {}
         self._next_key = 1
+        self._grammars = grammars
+        self._compiling: set[str] = set()  # ids of requests whose grammar is being compiled
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is not finished yet. In the loop's thread."""
+        return self.scheduler.has_work or bool(self._compiling)
 
     def submit(self, submit: Submit) -> None:
         """Queue a request. Thread-safe; its deltas come through the streams."""
-        self._inbox.put(lambda: self._add(submit))
+        self._inbox.put(lambda: self._receive(submit))
 
     def abort(self, request_id: str) -> None:
         """End a request now; unknown or finished ids are ignored. Thread-safe."""
@@ -129,7 +142,31 @@ class Engine:
         except queue.Empty:
             return
 
+    def _receive(self, submit: Submit) -> None:
+        """Add it at once, or when its grammar is compiled: that may take longer than a step."""
+        grammar = submit.sampling.grammar
+        if grammar is None or (self._grammars is not None and self._grammars.find(grammar) is not None):
+            self._add(submit)
+        elif self._grammars is None:
+            self._refuse(submit, "grammar: this engine has no tokenizer to compile it with")
+        else:
+            self._compiling.add(submit.request_id)
+            self._grammars.prepare(grammar, lambda error: self._inbox.put(lambda: self._after_compiling(submit, error)))
+
+    def _after_compiling(self, submit: Submit, error: InvalidRequest | None) -> None:
+        if submit.request_id not in self._compiling:
+            return  # aborted in the meantime
+        self._compiling.remove(submit.request_id)
+        if error is None:
+            self._add(submit)
+        else:
+            self._refuse(submit, str(error))
+
+    def _refuse(self, submit: Submit, error: str) -> None:
+        self.streams.publish([Delta(request_id=submit.request_id, token_ids=(), finish_reason="error", error=error)])
+
     def _add(self, submit: Submit) -> None:
+        options = TokenOptions.of(submit.sampling, len(submit.prompt))
         seed = submit.sampling.seed
         request = Request(
             submit=submit,
@@ -137,12 +174,16 @@ class Engine:
             stream_key=secrets.randbits(64) if seed is None else seed & (2**64 - 1),
             tokens=list(submit.prompt),
             arrival_s=time.monotonic(),
+            rules=Rules.make(options, self._grammars) if options is not None else None,
         )
         self._next_key += 1
         self._by_id[submit.request_id] = request
         self.scheduler.add(request)
 
     def _abort(self, request_id: str) -> None:
+        if request_id in self._compiling:
+            self._compiling.remove(request_id)
+            self.streams.publish([Delta(request_id=request_id, token_ids=(), finish_reason="abort")])
         request = self._by_id.pop(request_id, None)
         if request is None:
             return
@@ -152,7 +193,7 @@ class Engine:
         self.streams.publish([_last_delta(request, None)])
 
     def _abort_all(self) -> None:
-        for request_id in list(self._by_id):
+        for request_id in [*self._by_id, *self._compiling]:
             self._abort(request_id)
 
     def _close(self, batch: Batch) -> None:
@@ -172,6 +213,11 @@ class Engine:
             self.scheduler.remove(request)
         self.streams.publish([_last_delta(request, "the engine stopped") for request in self._by_id.values()])
         self._by_id.clear()
+        for request_id in self._compiling:
+            self.streams.publish(
+                [Delta(request_id=request_id, token_ids=(), finish_reason="error", error="the engine stopped")]
+            )
+        self._compiling.clear()
 
 
 def _last_delta(request: Request, error: str | None) -> Delta:

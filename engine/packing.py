@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from engine.logprobs import prompt_rows
 from engine.step import Batch, Draft, ForwardPlan
 
 Forward = Callable[[ForwardPlan], torch.Tensor]
@@ -60,10 +61,13 @@ def pack_spans(spans: Sequence[SpanRows], block_size: int) -> ForwardPlan:
 
 
 def plan_forward(batch: Batch, draft: Draft, block_size: int) -> ForwardPlan:
-    """The target's forward of one step: per span its committed rows, then its drafts."""
+    """The target's forward of one step: per span its committed rows, then its drafts.
+
+    Logits are wanted of rows that score the prompt, then of those that yield tokens; together they end the span.
+    """
     spans = []
     for span, row in zip(batch.spans, draft.rows, strict=True):
         committed = span.request.tokens[span.start : span.start + span.num_tokens]
-        num_logits = len(row.token_ids) + 1 if span.samples else 0
+        num_logits = len(prompt_rows(span)) + (len(row.token_ids) + 1 if span.samples else 0)
         spans.append(SpanRows([*committed, *row.token_ids], span.start, span.request.block_ids, num_logits))
     return pack_spans(spans, block_size)

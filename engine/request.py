@@ -12,7 +12,10 @@ moves a record between queues, only the committer changes its tokens. Knows toke
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:  # only a type here; rules compute with torch
+    from engine.rules import Rules
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -144,6 +147,10 @@ class Request:
     """Verdicts so far; makes draft draws of different steps independent."""
     finish_reason: FinishReason | None = None
     arrival_s: float = 0.0
+    rules: Rules | None = None
+    """Penalties and grammar; None where all are neutral. Follows `tokens`, never leads them."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of prompt tokens 1.. as far as they have been computed, where asked for. Written by the committer only."""
 
     @property
     def num_prompt(self) -> int:

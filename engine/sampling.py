@@ -1,7 +1,8 @@
 """From logits to tokens: warping, and randomness that depends on nothing but the request and the position.
 
-Owns the law a request asks for (temperature, top-p) and its random stream. Knows no batch, no cache and no draft:
-target and draft call the same functions, so both are warped alike.
+Owns the law a request asks for (temperature, top-k, min-p, top-p) and its random stream. Knows no batch, no cache and
+no draft: target and draft call the same functions, so both are warped alike. What depends on earlier tokens (penalties,
+grammar) has changed the logits before; see `engine.rules`.
 
 Every draw is a function of (stream key, position, purpose, attempt). Seeded requests always use attempt 0, so equal
 seeds give equal draws whatever the batch, the step or the K.
@@ -20,6 +21,8 @@ import torch
 from engine.request import Request
 
 _INT32 = 1 << 32
+_HEAD = 256
+"""Most likely tokens to look at before sorting a whole row; the nucleus is rarely larger."""
 
 
 class Purpose(IntEnum):
@@ -43,10 +46,17 @@ class Law:
     stream_key: int
     attempt: int
     coupled: bool
+    top_k: int = 0
+    min_p: float = 0.0
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def cuts(self) -> bool:
+        """Whether it leaves out unlikely tokens."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     @classmethod
     def of(cls, request: Request) -> Law:
@@ -54,7 +64,13 @@ class Law:
         sampling = request.submit.sampling
         coupled = sampling.seed is not None
         return cls(
-            sampling.temperature, sampling.top_p, request.stream_key, 0 if coupled else 1 + request.num_steps, coupled
+            sampling.temperature,
+            sampling.top_p,
+            request.stream_key,
+            0 if coupled else 1 + request.num_steps,
+            coupled,
+            sampling.top_k,
+            sampling.min_p,
         )
 
 
@@ -107,10 +123,13 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def warp(logits: torch.Tensor, laws: Sequence[Law]) -> torch.Tensor:
-    """The distributions that sampled rows are drawn from.
+    """The distributions that sampled rows are drawn from: temperature, then top-k, min-p and top-p, in this order.
+
+    Each cut works on what the one before has left, renormalised, and keeps every token that is as likely as the last
+    one it keeps: which of two equals comes first in a sort never matters.
 
     Args:
-        logits: [R, V] float32.
+        logits: [R, V] float32, not all -inf in any row.
         laws: R laws with temperature > 0.
 
     Returns:
@@ -118,21 +137,54 @@ def warp(logits: torch.Tensor, laws: Sequence[Law]) -> torch.Tensor:
     """
     temperature = torch.tensor([law.temperature for law in laws], dtype=torch.float32, device=logits.device)
     probs = torch.softmax(logits / temperature.unsqueeze(1), dim=-1)
-    cut = [row for row, law in enumerate(laws) if law.top_p < 1.0]
+    cut = [row for row, law in enumerate(laws) if law.cuts]
+    if len(cut) == len(laws):
+        return _cut(probs, laws)
     if cut:
-        top_p = torch.tensor([laws[row].top_p for row in cut], dtype=torch.float32, device=logits.device)
-        probs[cut] = _nucleus(probs[cut], top_p)
+        probs[cut] = _cut(probs[cut], [laws[row] for row in cut])
     return probs
 
 
-def _nucleus(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Keep the smallest set of most likely tokens whose mass reaches top_p, renormalised (Holtzman et al. 2020)."""
-    ordered, index = probs.sort(dim=-1, descending=True, stable=True)
-    before = ordered.cumsum(dim=-1) - ordered
-    kept = ordered.masked_fill(before >= top_p.unsqueeze(1), 0.0)
-    kept[:, 0] = ordered[:, 0]
-    kept /= kept.sum(dim=-1, keepdim=True)
-    return torch.zeros_like(probs).scatter_(1, index, kept)
+def _cut(probs: torch.Tensor, laws: Sequence[Law]) -> torch.Tensor:
+    """Top-k, min-p (Nguyen et al. 2024) and top-p (Holtzman et al. 2020), each as a least probability."""
+    num_tokens = probs.shape[-1]
+    device = probs.device
+    top_k = torch.tensor([min(law.top_k or num_tokens, num_tokens) for law in laws], device=device)
+    widest = max((law.top_k for law in laws if law.top_k < num_tokens), default=1)
+    head = probs.topk(min(max(widest, _HEAD), num_tokens), dim=-1).values  # descending
+    kth = head.gather(1, (top_k - 1).clamp(max=head.shape[1] - 1).unsqueeze(1))
+    min_p = torch.tensor([law.min_p for law in laws], dtype=torch.float32, device=device)
+    floor = torch.maximum(kth * (top_k < num_tokens).unsqueeze(1), head[:, :1] * min_p.unsqueeze(1))
+    probs = probs.masked_fill(probs < floor, 0.0)
+    total = probs.sum(dim=-1, keepdim=True)
+    probs /= total
+    nucleus = [row for row, law in enumerate(laws) if law.top_p < 1.0]
+    if nucleus:
+        top_p = torch.tensor([laws[row].top_p for row in nucleus], dtype=torch.float32, device=device)
+        kept = probs[nucleus]
+        ordered = (head / total).masked_fill_(head < floor, 0.0)[nucleus]
+        kept = kept.masked_fill(kept < _nucleus_floor(kept, ordered, top_p), 0.0)
+        probs[nucleus] = kept / kept.sum(dim=-1, keepdim=True)
+    return probs
+
+
+def _nucleus_floor(probs: torch.Tensor, head: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Least probability in the smallest set of most likely tokens whose mass reaches top_p.
+
+    Args:
+        probs: [R, V].
+        head: [R, H] their largest values, descending.
+        top_p: [R].
+
+    Returns:
+        [R, 1].
+    """
+    mass = head.cumsum(dim=-1)
+    if head.shape[1] < probs.shape[1] and bool((mass[:, -1] < top_p).any()):
+        head = probs.sort(dim=-1, descending=True).values
+        mass = head.cumsum(dim=-1)
+    last = ((mass - head) < top_p.unsqueeze(1)).sum(dim=-1, keepdim=True) - 1
+    return head.gather(1, last.clamp(min=0))
 
 
 def draw(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

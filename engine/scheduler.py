@@ -171,7 +171,9 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """Attach the cached prefix; False when the pool has no room for the rest of the prompt yet."""
-        request.num_computed = self._pool.attach_prefix(request)
+        # A prompt that is to be scored must be computed: cached blocks hold no logits.
+        scored = request.submit.sampling.num_prompt_logprobs is not None
+        request.num_computed = 0 if scored else self._pool.attach_prefix(request)
         if not self._running or self._pool.blocks_for(len(request.tokens) + 1) <= self._pool.num_free + len(
             request.block_ids
         ):

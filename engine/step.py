@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from engine.request import Request
+from engine.request import Request, TokenLogprobs
 
 if TYPE_CHECKING:  # only a type here, so that `autoscale` and the simulator do without it
     import torch
@@ -29,6 +29,7 @@ KReason = Literal[
     "draft_down",  # no living draft
     "probe",  # off, but looking whether that is still right
     "no_match",  # prompt lookup found nothing
+    "options",  # the draft cannot honour the request's options, or not yet
 ]
 """Why a request's K in a step is what it is."""
 
@@ -98,6 +99,10 @@ class RowVerdict:
     num_accepted: int = 0
     last: EmittedKind | None = None
     """Origin of the final token: `recovered` after a rejection, `bonus` when all were accepted, `plain` at k = 0."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token, where they were asked for."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the next prompt tokens in order, where they were asked for."""
 
 
 @dataclass(frozen=True, slots=True)

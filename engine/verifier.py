@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
+from engine.logprobs import prompt_rows, score
 from engine.packing import Forward, plan_forward
+from engine.rules import Shaper
 from engine.sampling import Law, Purpose, draw, gumbel, stream_seed, uniform, warp
 from engine.step import Batch, Draft, DraftRow, EmittedKind, RowVerdict, Span, Verdict
 
@@ -47,56 +50,107 @@ class Verifier:
         return Verdict(rows, verify_s=forwarded - begin, sample_s=time.perf_counter() - forwarded)
 
 
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One span that yields tokens."""
+
+    index: int
+    """Of the span."""
+    span: Span
+    drafted: DraftRow
+    rows: range
+    """Its logit rows: one per draft token, then one."""
+    law: Law
+
+    @property
+    def by_choice(self) -> bool:
+        """Whether the target's token is a function of context and stream, so that drafts need only be compared."""
+        return self.law.greedy or self.law.coupled
+
+
+@torch.inference_mode()
 def judge(logits: torch.Tensor, spans: Sequence[Span], draft: Draft) -> tuple[RowVerdict, ...]:
-    """Apply each request's rule to its rows.
+    """Apply each request's rules and its acceptance rule to its rows.
 
     Args:
-        logits: [R, V] float32; for each sampling span len(draft) + 1 rows, in order.
+        logits: [R, V] float32, changed in place; for each span the rows that score its prompt, then, if it samples,
+            len(draft) + 1 rows.
     """
-    verdicts: list[RowVerdict] = [RowVerdict()] * len(spans)
-    chosen: list[tuple[int, range, Law]] = []  # span index, its logit rows, its law
+    jobs: list[_Job] = []
+    prompts: list[tuple[int, range]] = []  # span index, its logit rows
     first = 0
     for index, span in enumerate(spans):
+        scored = range(first, first + len(prompt_rows(span)))
+        first = scored.stop
+        if scored:
+            prompts.append((index, scored))
         if span.samples:
             rows = range(first, first + len(draft.rows[index].token_ids) + 1)
-            chosen.append((index, rows, Law.of(span.request)))
+            jobs.append(_Job(index, span, draft.rows[index], rows, Law.of(span.request)))
             first = rows.stop
-    by_choice = [entry for entry in chosen if entry[2].greedy or entry[2].coupled]
-    tokens = _target_choices(logits, [(spans[i], rows, law) for i, rows, law in by_choice])
-    for index, rows, _ in by_choice:
-        verdicts[index] = _compare(draft.rows[index].token_ids, tokens[: len(rows)])
-        tokens = tokens[len(rows) :]
-    for index, rows, law in chosen:
-        if not (law.greedy or law.coupled):
-            probs = warp(logits[rows.start : rows.stop], [law] * len(rows))
-            verdicts[index] = _reject(probs, len(spans[index].request.tokens), law, draft.rows[index], draft.vocab)
+    verdicts = _score_prompts(logits, spans, prompts)
+    reported = [job for job in jobs if job.span.request.submit.sampling.num_logprobs is not None]
+    own = logits[[row for job in reported for row in job.rows]] if reported else logits[:0]
+    _shape(logits, jobs)
+    by_choice = [job for job in jobs if job.by_choice]
+    tokens = _target_choices(logits, by_choice)
+    for job in by_choice:
+        verdicts[job.index] = replace(
+            _compare(job.drafted.token_ids, tokens[: len(job.rows)]),
+            prompt_logprobs=verdicts[job.index].prompt_logprobs,
+        )
+        tokens = tokens[len(job.rows) :]
+    _reject_all(logits, [job for job in jobs if not job.by_choice], draft.vocab, verdicts)
+    _report(own, reported, verdicts)
     return tuple(verdicts)
 
 
-def _target_choices(logits: torch.Tensor, entries: Sequence[tuple[Span, range, Law]]) -> list[int]:
+def _shape(logits: torch.Tensor, jobs: Sequence[_Job]) -> None:
+    """Penalties and grammar at every position, as they would be if the drafts before it stood."""
+    shaper = Shaper()
+    for job in jobs:
+        rules = job.span.request.rules
+        if rules is None:
+            continue
+        rules.follow(job.span.request.tokens)
+        num_tokens = rules.num_tokens
+        shaper.add(job.rows.start, rules)
+        for row, token in zip(job.rows[1:], job.drafted.token_ids, strict=True):
+            if not rules.push(token):
+                break  # it will be rejected, so what follows is never reached
+            shaper.add(row, rules)
+        rules.rewind(num_tokens)
+    shaper.apply(logits)
+
+
+def _target_choices(logits: torch.Tensor, jobs: Sequence[_Job]) -> list[int]:
     """The target's token for each row of greedy and coupled spans, one after the other."""
-    if not entries:
+    if not jobs:
         return []
-    every = [row for _, rows, _ in entries for row in rows]
+    every = [row for job in jobs for row in job.rows]
     own = logits if len(every) == len(logits) else logits[every]
     choices = own.argmax(dim=-1)
     sampled: list[int] = []  # indices into `every`
     laws: list[Law] = []
     seeds: list[int] = []
     offset = 0
-    for span, rows, law in entries:
-        if not law.greedy:
-            begin = len(span.request.tokens)
-            sampled += range(offset, offset + len(rows))
-            laws += [law] * len(rows)
-            seeds += [stream_seed(law.stream_key, begin + j, Purpose.TOKEN, law.attempt) for j in range(len(rows))]
-        offset += len(rows)
+    for job in jobs:
+        if not job.law.greedy:
+            sampled += range(offset, offset + len(job.rows))
+            laws += [job.law] * len(job.rows)
+            seeds += _seeds(job, Purpose.TOKEN)
+        offset += len(job.rows)
     if sampled:
         probs = warp(own if len(sampled) == len(own) else own[sampled], laws)
         noise = gumbel(seeds, torch.arange(probs.shape[-1], device=probs.device))
         choices[sampled] = draw(probs, noise)
     result: list[int] = choices.tolist()
     return result
+
+
+def _seeds(job: _Job, purpose: Purpose) -> list[int]:
+    begin = len(job.span.request.tokens)
+    return [stream_seed(job.law.stream_key, begin + j, purpose, job.law.attempt) for j in range(len(job.rows))]
 
 
 def _compare(drafted: Sequence[int], choices: Sequence[int]) -> RowVerdict:
@@ -111,6 +165,21 @@ def _last_kind(num_drafted: int, num_accepted: int) -> EmittedKind:
     if num_drafted == 0:
         return "plain"
     return "bonus" if num_accepted == num_drafted else "recovered"
+
+
+def _reject_all(
+    logits: torch.Tensor, jobs: Sequence[_Job], vocab: torch.Tensor | None, verdicts: list[RowVerdict]
+) -> None:
+    """Rejection sampling over every span that asks for it."""
+    if not jobs:
+        return
+    every = [row for job in jobs for row in job.rows]
+    laws = [job.law for job in jobs for _ in job.rows]
+    probs = warp(logits if len(every) == len(logits) else logits[every], laws)
+    for job in jobs:
+        own, probs = probs[: len(job.rows)], probs[len(job.rows) :]
+        verdict = _reject(own, len(job.span.request.tokens), job.law, job.drafted, vocab)
+        verdicts[job.index] = replace(verdict, prompt_logprobs=verdicts[job.index].prompt_logprobs)
 
 
 def _reject(
@@ -157,3 +226,46 @@ def _draw_one(weights: torch.Tensor, position: int, purpose: Purpose, law: Law) 
     seed = stream_seed(law.stream_key, position, purpose, law.attempt)
     noise = gumbel([seed], torch.arange(len(weights), device=weights.device))
     return int(draw(weights.unsqueeze(0), noise))
+
+
+def _score_prompts(
+    logits: torch.Tensor, spans: Sequence[Span], prompts: Sequence[tuple[int, range]]
+) -> list[RowVerdict]:
+    """Empty verdicts that carry what was asked about the prompts."""
+    verdicts = [RowVerdict()] * len(spans)
+    rows = [row for _, scored in prompts for row in scored]
+    tokens: list[int] = []
+    num_top: list[int] = []
+    for index, scored in prompts:
+        request = spans[index].request
+        first = prompt_rows(spans[index]).start + 1
+        tokens += request.submit.prompt[first : first + len(scored)]
+        num_top += [request.submit.sampling.num_prompt_logprobs or 0] * len(scored)
+    logprobs = score(logits, rows, tokens, num_top)
+    for index, scored in prompts:
+        verdicts[index] = RowVerdict(prompt_logprobs=tuple(logprobs[: len(scored)]))
+        logprobs = logprobs[len(scored) :]
+    return verdicts
+
+
+def _report(logits: torch.Tensor, jobs: Sequence[_Job], verdicts: list[RowVerdict]) -> None:
+    """Add log-probabilities of the emitted tokens.
+
+    Args:
+        logits: the rows of these jobs, one after the other, as the model gave them.
+    """
+    rows: list[int] = []
+    tokens: list[int] = []
+    num_top: list[int] = []
+    first = 0
+    for job in jobs:
+        emitted = verdicts[job.index].token_ids
+        rows += range(first, first + len(emitted))
+        tokens += emitted
+        num_top += [job.span.request.submit.sampling.num_logprobs or 0] * len(emitted)
+        first += len(job.rows)
+    logprobs = score(logits, rows, tokens, num_top)
+    for job in jobs:
+        num = len(verdicts[job.index].token_ids)
+        verdicts[job.index] = replace(verdicts[job.index], logprobs=tuple(logprobs[:num]))
+        logprobs = logprobs[num:]
