@@ -17,10 +17,11 @@ from typing import NoReturn
 
 import torch
 
+from engine.block_checks import CorruptBlock
 from engine.buffer_handle import BufferHandle, HostPayload, Payload, as_probs, host_bytes
 from engine.cuda_ipc import CudaBlock, CudaTargetPayload, gpu_uuid
 from engine.doorbell import DEFAULT_SPIN_S, Doorbell
-from engine.draft_block import PROTOCOL_VERSION, CorruptBlock, DraftBlock
+from engine.draft_block import PROTOCOL_VERSION, DraftBlock
 from engine.draft_end import DraftEnd, open_draft_buffer
 from engine.draft_protocol import Answer, BufferSpec, OrderRow
 from engine.errors import ConfigError, DraftDown

@@ -6,7 +6,7 @@ Owns the layout, the writing and the checked reading. The same for both transpor
             16 .. 23   opened epoch, heartbeat (ns)               written by the draft
             24 .. 31   order: epoch, counts        32  order seq  written by the target, seq last
             40 .. 47   answer: epoch, counts, s    48  answer seq written by the draft, seq last
-    arrays             order rows, feed, released | answer rows, token ids, confidences
+    arrays             order rows, feed, released, options | answer rows, token ids, confidences
 
 Reading copies first and checks the copy, so a peer that scribbles is an error, never a read out of range.
 Each side writes the sequence word after everything it announces, as one aligned 8-byte store. x86 keeps stores in
@@ -19,18 +19,27 @@ import math
 import mmap
 import time
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.draft_protocol import REASONS, Answer, AnswerRow, BufferSpec, Order, OrderRow
+from engine.block_checks import CorruptBlock, check_capacity, count, expect, split, within
+from engine.draft_protocol import (
+    REASONS,
+    Answer,
+    AnswerRow,
+    BufferSpec,
+    Order,
+    OrderRow,
+    decode_options,
+    encode_options,
+)
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 _MAGIC = int.from_bytes(b"pacedraf", "little")
 _OPENED, _HEARTBEAT = 16, 17
-_ORDER_EPOCH, _ORDER_ROWS, _ORDER_FEED, _ORDER_RELEASED, _ORDER_SEQ = 24, 25, 26, 27, 32
+_ORDER_EPOCH, _ORDER_ROWS, _ORDER_FEED, _ORDER_RELEASED, _ORDER_OPTIONS, _ORDER_SEQ = 24, 25, 26, 27, 28, 32
 _ANSWER_EPOCH, _ANSWER_ROWS, _ANSWER_TOKENS, _ANSWER_CONFIDENCES, _ANSWER_S, _ANSWER_SEQ = 40, 41, 42, 43, 44, 48
 _NUM_WORDS = 64
 _ALIGN = 64
@@ -46,16 +55,12 @@ _ORDER_ROW = np.dtype(
         ("stream_key", "<u8"),
         ("attempt", "<i8"),
         ("coupled", "<i8"),
+        ("top_k", "<i8"),
+        ("min_p", "<f8"),
+        ("num_options", "<i8"),
     ]
 )
 _ANSWER_ROW = np.dtype([("num_tokens", "<i4"), ("num_confidences", "<i4"), ("has_probs", "<i4"), ("reason", "<i4")])
-
-
-_T = TypeVar("_T")
-
-
-class CorruptBlock(Exception):
-    """The block holds what no healthy peer writes, or belongs to another epoch."""
 
 
 def block_bytes(spec: BufferSpec) -> int:
@@ -81,8 +86,10 @@ class DraftBlock:
             np.frombuffer(buffer, dtype, count=(end - start) // dtype.itemsize, offset=start)
             for dtype, start, end in _place(spec)
         ]
-        self._order_rows, self._feed, self._released, self._answer_rows, self._token_ids, self._confidences = arrays
-        capacities = (spec.max_rows, spec.max_k, spec.max_feed, spec.max_released, spec.draft_vocab, spec.vocab)
+        self._order_rows, self._feed, self._released, self._options = arrays[:4]
+        self._answer_rows, self._token_ids, self._confidences = arrays[4:]
+        sizes = (spec.max_rows, spec.max_k, spec.max_feed, spec.max_released, spec.max_options)
+        capacities = (*sizes, spec.draft_vocab, spec.vocab)
         self._fixed = [_MAGIC, PROTOCOL_VERSION, epoch, *capacities]
 
     def initialize(self) -> None:
@@ -105,6 +112,7 @@ class DraftBlock:
                 "max_k",
                 "max_feed",
                 "max_released",
+                "max_options",
                 "draft_vocab",
                 "vocab",
             )
@@ -140,19 +148,27 @@ class DraftBlock:
         """Raises ValueError, before anything is announced, if the order exceeds the capacities."""
         spec = self.spec
         feed = np.array([token for row in rows for token in row.feed], dtype=np.int64)
-        _check_capacity("rows", len(rows), spec.max_rows)
-        _check_capacity("feed tokens", len(feed), spec.max_feed)
-        _check_capacity("released keys", len(released), spec.max_released)
-        _check_capacity("k", max((row.k for row in rows), default=0), spec.max_k)
-        if not _within(feed, spec.vocab):
+        blobs = [encode_options(row.options) for row in rows]
+        options = np.frombuffer(b"".join(blobs), dtype=np.uint8)
+        check_capacity("rows", len(rows), spec.max_rows)
+        check_capacity("feed tokens", len(feed), spec.max_feed)
+        check_capacity("released keys", len(released), spec.max_released)
+        check_capacity("options bytes", len(options), spec.max_options)
+        check_capacity("k", max((row.k for row in rows), default=0), spec.max_k)
+        if not within(feed, spec.vocab):
             raise ValueError(f"order: a fed token id is outside 0..{spec.vocab - 1}")
         self._order_rows[: len(rows)] = [
-            (r.key, r.start, len(r.feed), r.k, r.temperature, r.top_p, r.stream_key, r.attempt, r.coupled) for r in rows
+            (
+                *(r.key, r.start, len(r.feed), r.k, r.temperature, r.top_p, r.stream_key, r.attempt, r.coupled),
+                *(r.top_k, r.min_p, len(blob)),
+            )
+            for r, blob in zip(rows, blobs, strict=True)
         ]
         self._feed[: len(feed)] = feed
         self._released[: len(released)] = released
+        self._options[: len(options)] = options
         words = self._words
-        words[_ORDER_EPOCH] = self.epoch
+        words[_ORDER_EPOCH], words[_ORDER_OPTIONS] = self.epoch, len(options)
         words[_ORDER_ROWS], words[_ORDER_FEED], words[_ORDER_RELEASED] = len(rows), len(feed), len(released)
         words[_ORDER_SEQ] = seq
 
@@ -164,24 +180,22 @@ class DraftBlock:
         """
         self.check_fixed()
         spec, words = self.spec, self._words
-        _expect("order seq", words[_ORDER_SEQ], seq)
-        _expect("order epoch", words[_ORDER_EPOCH], self.epoch)
-        num_rows = _count("order rows", words[_ORDER_ROWS], spec.max_rows)
-        num_feed = _count("feed tokens", words[_ORDER_FEED], spec.max_feed)
-        num_released = _count("released keys", words[_ORDER_RELEASED], spec.max_released)
+        expect("order seq", words[_ORDER_SEQ], seq)
+        expect("order epoch", words[_ORDER_EPOCH], self.epoch)
+        num_rows = count("order rows", words[_ORDER_ROWS], spec.max_rows)
+        num_feed = count("feed tokens", words[_ORDER_FEED], spec.max_feed)
+        num_released = count("released keys", words[_ORDER_RELEASED], spec.max_released)
         feed = self._feed[:num_feed].copy()
-        if not _within(feed, spec.vocab):
+        if not within(feed, spec.vocab):
             raise CorruptBlock(f"a fed token id is outside 0..{spec.vocab - 1}")
+        options = self._options[: count("options bytes", words[_ORDER_OPTIONS], spec.max_options)].tobytes()
         raw_rows = self._order_rows[:num_rows].tolist()
-        feeds = _split(feed.tolist(), [row[2] for row in raw_rows])
+        feeds = split(feed.tolist(), [row[2] for row in raw_rows])
+        blobs = split(list(options), [row[-1] for row in raw_rows])
         try:
             rows = tuple(
-                OrderRow(
-                    key, start, part, _count("k", k, spec.max_k), temperature, top_p, stream, attempt, bool(coupled)
-                )
-                for (key, start, _, k, temperature, top_p, stream, attempt, coupled), part in zip(
-                    raw_rows, feeds, strict=True
-                )
+                _order_row(raw, part, bytes(blob), spec.max_k)
+                for raw, part, blob in zip(raw_rows, feeds, blobs, strict=True)
             )
         except ValueError as error:
             raise CorruptBlock(str(error)) from None
@@ -192,9 +206,9 @@ class DraftBlock:
         if len(rows) != len(order.rows):
             raise ValueError(f"answer: {len(rows)} rows given, the order has {len(order.rows)}")
         for row, asked in zip(rows, order.rows, strict=True):
-            _check_capacity(f"tokens for request {asked.key}", len(row.token_ids), asked.k)
+            check_capacity(f"tokens for request {asked.key}", len(row.token_ids), asked.k)
         token_ids = np.array([token for row in rows for token in row.token_ids], dtype=np.int64)
-        if not _within(token_ids, self.spec.vocab):
+        if not within(token_ids, self.spec.vocab):
             raise ValueError(f"answer: a token id is outside 0..{self.spec.vocab - 1}")
         confidences = [confidence for row in rows for confidence in row.confidences]
         self._answer_rows[: len(rows)] = [
@@ -216,23 +230,23 @@ class DraftBlock:
         """
         self.check_fixed()
         spec, words = self.spec, self._words
-        _expect("answer seq", words[_ANSWER_SEQ], seq)
-        _expect("answer epoch", words[_ANSWER_EPOCH], self.epoch)
-        _expect("answer rows", words[_ANSWER_ROWS], len(ks))
-        num_tokens = _count("answer tokens", words[_ANSWER_TOKENS], sum(ks))
-        num_confidences = _count("confidences", words[_ANSWER_CONFIDENCES], num_tokens)
+        expect("answer seq", words[_ANSWER_SEQ], seq)
+        expect("answer epoch", words[_ANSWER_EPOCH], self.epoch)
+        expect("answer rows", words[_ANSWER_ROWS], len(ks))
+        num_tokens = count("answer tokens", words[_ANSWER_TOKENS], sum(ks))
+        num_confidences = count("confidences", words[_ANSWER_CONFIDENCES], num_tokens)
         draft_s = self._seconds[_ANSWER_S]
         if not (math.isfinite(draft_s) and draft_s >= 0):
             raise CorruptBlock(f"draft seconds are {draft_s}")
         token_ids = self._token_ids[:num_tokens].copy()
-        if not _within(token_ids, spec.vocab):
+        if not within(token_ids, spec.vocab):
             raise CorruptBlock(f"a token id is outside 0..{spec.vocab - 1}")
         raw_rows = self._answer_rows[: len(ks)].tolist()
         for row, k in zip(raw_rows, ks, strict=True):
-            _count("tokens of a row", row[0], k)
-            _count("reason", row[3], len(REASONS) - 1)
-        parts = _split(token_ids.tolist(), [row[0] for row in raw_rows])
-        certainties = _split(self._confidences[:num_confidences].tolist(), [row[1] for row in raw_rows])
+            count("tokens of a row", row[0], k)
+            count("reason", row[3], len(REASONS) - 1)
+        parts = split(token_ids.tolist(), [row[0] for row in raw_rows])
+        certainties = split(self._confidences[:num_confidences].tolist(), [row[1] for row in raw_rows])
         try:
             rows = tuple(
                 AnswerRow(part, certainty, bool(row[2]), REASONS[row[3]])
@@ -243,48 +257,32 @@ class DraftBlock:
         return Answer(self.epoch, seq, rows, draft_s)
 
 
+def _order_row(raw: tuple[Any, ...], feed: tuple[int, ...], blob: bytes, max_k: int) -> OrderRow:
+    """Raises ValueError or CorruptBlock."""
+    key, start, _, k, temperature, top_p, stream, attempt, coupled, top_k, min_p, _ = raw
+    return OrderRow(
+        *(key, start, feed, count("k", k, max_k), temperature, top_p, stream, attempt, bool(coupled)),
+        top_k=top_k,
+        min_p=min_p,
+        options=decode_options(blob),
+    )
+
+
 def _place(spec: BufferSpec) -> list[tuple[np.dtype[np.generic], int, int]]:
     """dtype, first and last byte of each array, one after the other on cache lines; the last end is rounded up too."""
     shapes: list[tuple[np.dtype[np.generic], int]] = [
         (_ORDER_ROW, spec.max_rows),
         (np.dtype(np.int32), spec.max_feed),
         (np.dtype(np.int64), spec.max_released),
+        (np.dtype(np.uint8), spec.max_options),
         (_ANSWER_ROW, spec.max_rows),
         (np.dtype(np.int32), spec.max_rows * spec.max_k),
         (np.dtype(np.float64), spec.max_rows * spec.max_k),
     ]
     placed = []
     start = 8 * _NUM_WORDS
-    for dtype, count in shapes:
-        end = start + dtype.itemsize * count
+    for dtype, length in shapes:
+        end = start + dtype.itemsize * length
         placed.append((dtype, start, end))
         start = -(-end // _ALIGN) * _ALIGN
     return placed
-
-
-def _check_capacity(what: str, given: int, allowed: int) -> None:
-    if given > allowed:
-        raise ValueError(f"{what}: {given} given, allowed are {allowed}")
-
-
-def _count(what: str, found: int, most: int) -> int:
-    if not 0 <= found <= most:
-        raise CorruptBlock(f"{what}: {found} found, allowed are 0..{most}")
-    return found
-
-
-def _expect(what: str, found: int, expected: int) -> None:
-    if found != expected:
-        raise CorruptBlock(f"{what} is {found}, expected {expected}")
-
-
-def _within(token_ids: npt.NDArray[np.integer], vocab: int) -> bool:
-    return token_ids.size == 0 or (int(token_ids.min()) >= 0 and int(token_ids.max()) < vocab)
-
-
-def _split(flat: list[_T], lengths: list[int]) -> list[tuple[_T, ...]]:
-    """Cut `flat` into consecutive parts; the lengths must be sane and use it up."""
-    if any(length < 0 for length in lengths) or sum(lengths) != len(flat):
-        raise CorruptBlock(f"rows claim {sum(lengths)} values of {len(flat)}")
-    ends = list(accumulate(lengths))
-    return [tuple(flat[end - length : end]) for end, length in zip(ends, lengths, strict=True)]

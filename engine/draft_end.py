@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engine.block_checks import CorruptBlock
 from engine.buffer_handle import BufferHandle, HostPayload, Payload, as_probs, host_bytes
 from engine.cuda_ipc import CudaDraftPayload
 from engine.doorbell import DEFAULT_SPIN_S, Doorbell
-from engine.draft_block import PROTOCOL_VERSION, CorruptBlock, DraftBlock
+from engine.draft_block import PROTOCOL_VERSION, DraftBlock
 from engine.draft_protocol import AnswerRow, Order
 from engine.errors import ConfigError, DraftDown, EngineUnavailable
 from engine.shared_memory import PeerGone, SharedMemory, join

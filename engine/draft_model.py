@@ -18,7 +18,11 @@ import torch
 
 from engine.block_pool import BlockPool
 from engine.draft_protocol import AnswerRow, OrderRow
+from engine.errors import InvalidRequest
+from engine.grammar import Grammars, Matcher
 from engine.packing import Forward, SpanRows, pack_spans
+from engine.penalties import TokenOptions
+from engine.rules import Columns, Rules, Shaper
 from engine.sampling import Law, Purpose, draw, gumbel, stream_seed, warp
 
 
@@ -30,6 +34,9 @@ class _Sequence:
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0
     block_ids: list[int] = field(default_factory=list)
+    options: TokenOptions | None = None
+    rules: Rules | None = None
+    """Of `options`, once its grammar is compiled."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,8 +47,14 @@ class _Drafting:
     order: OrderRow
     sequence: _Sequence
     law: Law
+    k: int
+    """Tokens to draft; less than the order's when the text ends before."""
     token_ids: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
+
+    @property
+    def waits_for_grammar(self) -> bool:
+        return self.sequence.options is not None and self.sequence.rules is None
 
     @property
     def samples_from_q(self) -> bool:
@@ -57,15 +70,27 @@ class DraftModel:
         pool: blocks of that cache.
         vocab: [draft_vocab] int64 target ids of the logit columns, or None when column i is token i.
         max_model_len: longest sequence the draft can hold.
+        grammars: compiles what answers must match; None drafts nothing for such requests.
     """
 
-    def __init__(self, forward: Forward, pool: BlockPool, *, vocab: torch.Tensor | None, max_model_len: int) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        pool: BlockPool,
+        *,
+        vocab: torch.Tensor | None,
+        max_model_len: int,
+        grammars: Grammars | None = None,
+    ) -> None:
         self._forward = forward
         self._pool = pool
         self._vocab = vocab
+        self._columns = Columns(vocab) if vocab is not None else None
+        self._grammars = grammars
         self._max_model_len = max_model_len
         self._sequences: dict[int, _Sequence] = {}
 
+    @torch.inference_mode()
     def answer(self, rows: Sequence[OrderRow], released: Sequence[int], probs: torch.Tensor) -> tuple[AnswerRow, ...]:
         """Read what is fed, draft what is asked for.
 
@@ -84,15 +109,47 @@ class DraftModel:
             if sequence is None:
                 answers[place] = AnswerRow(reason="memory")
                 continue
-            law = Law(order.temperature, order.top_p, order.stream_key, order.attempt, order.coupled)
-            drafting.append(_Drafting(place, order, sequence, law))
+            try:
+                ready = self._is_ready(sequence)
+            except InvalidRequest:
+                self._drop(order.key)
+                answers[place] = AnswerRow(reason="options")
+                continue
+            drafting.append(_Drafting(place, order, sequence, _law(order), order.k if ready else 0))
         logits = self._extend(drafting)
         for sequence in (row.sequence for row in drafting):
             self._pool.register(sequence)
-        self._run_ahead([row for row in drafting if row.order.k > 0], logits, probs)
+        self._run_ahead([row for row in drafting if row.k > 0], logits, probs)
         for row in drafting:
-            answers[row.place] = AnswerRow(tuple(row.token_ids), tuple(row.confidences), row.samples_from_q)
+            answers[row.place] = AnswerRow(
+                tuple(row.token_ids),
+                tuple(row.confidences),
+                row.samples_from_q,
+                "catch_up" if row.waits_for_grammar else "plan",
+            )
         return tuple(answers)
+
+    def _is_ready(self, sequence: _Sequence) -> bool:
+        """Whether it can be drafted for now; its rules stand at its last token then.
+
+        Raises:
+            InvalidRequest: its grammar cannot be followed here.
+        """
+        options = sequence.options
+        if options is None:
+            return True
+        if sequence.rules is None:
+            matcher = None
+            if options.grammar is not None:
+                if self._grammars is None:
+                    raise InvalidRequest("grammar: this draft has no tokenizer to compile it with")
+                compiled = self._grammars.poll(options.grammar)
+                if compiled is None:
+                    return False
+                matcher = Matcher(compiled, options.stop_token_ids)
+            sequence.rules = Rules(options, matcher)
+        sequence.rules.follow(sequence.tokens)
+        return sequence.rules.num_tokens == len(sequence.tokens)
 
     def _follow(self, order: OrderRow) -> _Sequence | None:
         """Bring a sequence to the order's committed tokens and reserve blocks; None when there is no memory."""
@@ -102,11 +159,13 @@ class DraftModel:
         if sequence is None and order.start > 0:
             return None  # told to go on with something it does not have; it will be told from the start
         if sequence is None:
-            sequence = self._sequences[order.key] = _Sequence(order.key)
+            sequence = self._sequences[order.key] = _Sequence(order.key, options=order.options)
         guessed = sequence.tokens[order.start :]
         agreed = 0
         while agreed < min(len(guessed), len(order.feed)) and guessed[agreed] == order.feed[agreed]:
             agreed += 1
+        if sequence.rules is not None:
+            sequence.rules.rewind(order.start)
         sequence.tokens[order.start :] = order.feed
         sequence.num_computed = min(sequence.num_computed, order.start + agreed, len(sequence.tokens) - 1)
         if order.start == 0:
@@ -127,7 +186,7 @@ class DraftModel:
         spans = []
         for row in drafting:
             sequence = row.sequence
-            wanted = 1 if row.order.k > len(row.token_ids) else 0
+            wanted = 1 if row.k > len(row.token_ids) else 0
             spans.append(
                 SpanRows(sequence.tokens[sequence.num_computed :], sequence.num_computed, sequence.block_ids, wanted)
             )
@@ -139,8 +198,16 @@ class DraftModel:
     def _run_ahead(self, active: list[_Drafting], logits: torch.Tensor | None, probs: torch.Tensor) -> None:
         """Draft one token per row and pass, each row up to its own K."""
         while active and logits is not None:
-            self._choose(active, logits, probs)
-            active = [row for row in active if len(row.token_ids) < row.order.k]
+            shaper = Shaper(self._columns)
+            for index, row in enumerate(active):
+                if row.sequence.rules is not None:
+                    shaper.add(index, row.sequence.rules)
+            shaper.apply(logits)
+            if shaper.can_exclude_all:
+                active, logits = _going_on(active, logits)
+            if active:
+                self._choose(active, logits, probs)
+            active = [row for row in active if len(row.token_ids) < row.k]
             logits = self._extend(active) if active else None
 
     def _choose(self, active: Sequence[_Drafting], logits: torch.Tensor, probs: torch.Tensor) -> None:
@@ -165,7 +232,25 @@ class DraftModel:
             row.token_ids.append(token)
             row.confidences.append(confidence)
             row.sequence.tokens.append(token)
+            rules = row.sequence.rules
+            if rules is not None and (not rules.push(token) or rules.has_ended):
+                row.k = len(row.token_ids)
 
     def _seed(self, row: _Drafting) -> int:
         purpose = Purpose.TOKEN if row.law.coupled else Purpose.DRAFT
         return stream_seed(row.law.stream_key, len(row.sequence.tokens), purpose, row.law.attempt)
+
+
+def _going_on(active: list[_Drafting], logits: torch.Tensor) -> tuple[list[_Drafting], torch.Tensor]:
+    """The rows for which the draft knows a token that the rules allow; the others have drafted all they can."""
+    possible = torch.isfinite(logits.amax(dim=-1)).tolist()
+    if all(possible):
+        return active, logits
+    kept = [index for index, is_possible in enumerate(possible) if is_possible]
+    return [active[index] for index in kept], logits[kept]
+
+
+def _law(order: OrderRow) -> Law:
+    return Law(
+        *(order.temperature, order.top_p, order.stream_key, order.attempt, order.coupled), order.top_k, order.min_p
+    )

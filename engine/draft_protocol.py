@@ -10,9 +10,13 @@ import math
 from dataclasses import dataclass, fields
 from typing import get_args
 
+import msgspec
+
 from engine.errors import ConfigError
+from engine.penalties import TokenOptions
 from engine.step import KReason
 
+_options = msgspec.msgpack.Decoder(TokenOptions)
 REASONS: tuple[KReason, ...] = get_args(KReason)
 
 
@@ -36,6 +40,8 @@ class BufferSpec:
     """Columns of the probabilities."""
     target_vocab: int | None = None
     """Token ids are below this; None: below draft_vocab."""
+    max_options: int = 1 << 18
+    """Bytes of request options that one order can carry, all rows together."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -78,12 +84,33 @@ class OrderRow:
     """int64; makes draws of different steps at one position independent."""
     coupled: bool
     """Draw with the target's own random numbers, so that equal laws give equal tokens."""
+    top_k: int = 0
+    min_p: float = 0.0
+    options: TokenOptions | None = None
+    """Told once, with `start` 0; None where all are neutral."""
 
     def __post_init__(self) -> None:
         if self.start < 0 or self.k < 0 or not 0 <= self.stream_key < 2**64:
             raise ValueError(f"order row {self.key}: start {self.start}, k {self.k} or stream key out of range")
         if not (math.isfinite(self.temperature) and self.temperature >= 0 and 0 < self.top_p <= 1):
             raise ValueError(f"order row {self.key}: temperature {self.temperature} or top_p {self.top_p} out of range")
+        if self.top_k < 0 or not 0 <= self.min_p <= 1:
+            raise ValueError(f"order row {self.key}: top_k {self.top_k} or min_p {self.min_p} out of range")
+        if self.options is not None and self.start > 0:
+            raise ValueError(f"order row {self.key}: options are told with start 0, not {self.start}")
+
+
+def encode_options(options: TokenOptions | None) -> bytes:
+    """As they cross: msgpack, empty for none."""
+    return b"" if options is None else msgspec.msgpack.encode(options)
+
+
+def decode_options(blob: bytes) -> TokenOptions | None:
+    """Raises ValueError when it is not what `encode_options` writes."""
+    try:
+        return _options.decode(blob) if blob else None
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"options: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)

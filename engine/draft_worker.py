@@ -19,12 +19,14 @@ from engine.config import EngineConfig
 from engine.device_buffers import BufferHandle, DraftEnd, gpu_uuid, open_draft_buffer
 from engine.draft_model import DraftModel
 from engine.errors import ConfigError, EngineError, EngineUnavailable
+from engine.grammar import Grammars
 from engine.model_config import ModelConfig
 from engine.model_runner import ModelRunner, kv_bytes_per_token, num_kv_blocks
 from engine.models import load_model
 from engine.placement import pick_device, pick_dtype, set_threads
 from engine.step import ForwardPlan
 from engine.target_shard import DraftInfo
+from engine.tokenizer_info import load_tokenizer_info
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +74,8 @@ class DraftWorker:
             return logits[:, :width]  # columns beyond the target's vocabulary are padding and are never drafted
 
         pool = BlockPool(num_blocks, self._config.block_size, prefix_cache=self._config.prefix_cache)
-        self._model = DraftModel(forward, pool, vocab=vocab, max_model_len=max_model_len)
+        grammars = Grammars(lambda: load_tokenizer_info(self._target_folder, target_vocab))
+        self._model = DraftModel(forward, pool, vocab=vocab, max_model_len=max_model_len, grammars=grammars)
         return DraftInfo(width, tuple(vocab.tolist()) if vocab is not None else None)
 
     def connect(self, handle: BufferHandle) -> None:

@@ -93,6 +93,8 @@ class Grammars:
         self._compiled: OrderedDict[GrammarSpec, xgrammar.CompiledGrammar] = OrderedDict()
         self._lock = threading.Lock()
         self._compiling = threading.Lock()
+        self._pending: set[GrammarSpec] = set()
+        self._refused: OrderedDict[GrammarSpec, InvalidRequest] = OrderedDict()
         self._jobs: queue.SimpleQueue[tuple[GrammarSpec, Done]] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
 
@@ -134,6 +136,30 @@ class Grammars:
                 self._worker = threading.Thread(target=self._work, name="grammars", daemon=True)
                 self._worker.start()
 
+    def poll(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar | None:
+        """The compiled grammar; None while the helper thread compiles it.
+
+        Raises:
+            InvalidRequest: it is no grammar.
+        """
+        with self._lock:
+            error = self._refused.get(spec)
+        if error is not None:
+            raise error
+        compiled = self.find(spec)
+        if compiled is None and spec not in self._pending:
+            self._pending.add(spec)
+            self.prepare(spec, lambda error: self._settle(spec, error))
+        return compiled
+
+    def _settle(self, spec: GrammarSpec, error: InvalidRequest | None) -> None:
+        with self._lock:
+            if error is not None:
+                self._refused[spec] = error
+                while len(self._refused) > self._max_entries:
+                    self._refused.popitem(last=False)
+        self._pending.discard(spec)
+
     def _work(self) -> None:
         while True:
             spec, done = self._jobs.get()
@@ -141,6 +167,8 @@ class Grammars:
                 self.compile(spec)
             except InvalidRequest as error:
                 done(error)
+            except Exception as error:  # noqa: BLE001  whatever it is, the request that waits must end
+                done(InvalidRequest(f"{spec.kind}: {type(error).__name__}: {error}"))
             else:
                 done(None)
 
@@ -165,6 +193,11 @@ class Matcher:
     def num_words(self) -> int:
         """int32 words of a mask."""
         return -(-self._vocab_size // 32)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last token was a stop token."""
+        return self._ended
 
     @property
     def is_complete(self) -> bool:

@@ -9,6 +9,7 @@ pushed as they are committed or drafted, and popped when a draft is given up.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -20,7 +21,11 @@ from engine.request import GrammarSpec, SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOptions:
-    """The options that depend on what has been generated, or name single tokens; see `SamplingParams`."""
+    """The options that depend on what has been generated, or name single tokens; see `SamplingParams`.
+
+    Raises:
+        ValueError: a value with which nothing could be computed.
+    """
 
     num_prompt: int
     """Prompt tokens; what follows them is generated."""
@@ -31,6 +36,16 @@ class TokenOptions:
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     grammar: GrammarSpec | None = None
+
+    def __post_init__(self) -> None:
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        if not all(math.isfinite(value) for value in (*penalties, *(bias for _, bias in self.logit_bias))):
+            raise ValueError(f"options: penalties {penalties} and every bias must be finite")
+        if self.repetition_penalty <= 0:
+            raise ValueError(f"options: repetition_penalty {self.repetition_penalty} given, allowed is more than 0")
+        token_ids = (*self.stop_token_ids, *(token for token, _ in self.logit_bias))
+        if min((self.num_prompt, *token_ids)) < 0 or max(token_ids, default=0) >= 2**31:
+            raise ValueError("options: num_prompt or a token id is out of range")
 
     @classmethod
     def of(cls, sampling: SamplingParams, num_prompt: int) -> Self | None:

@@ -28,7 +28,7 @@ class Rules:
     """
 
     def __init__(self, options: TokenOptions, matcher: Matcher | None = None) -> None:
-        self._options = options
+        self.options = options
         self._penalties = Penalties(options)
         self._tokens: list[int] = []
         self.matcher = matcher
@@ -48,11 +48,16 @@ class Rules:
     @property
     def forbids_stop(self) -> bool:
         """Whether min_tokens is still ahead."""
-        return len(self._tokens) - self._options.num_prompt < self._options.min_tokens
+        return len(self._tokens) - self.options.num_prompt < self.options.min_tokens
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a stop token has ended the grammar's text."""
+        return self.matcher is not None and self.matcher.has_ended
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        return self._options.stop_token_ids
+        return self.options.stop_token_ids
 
     def follow(self, tokens: Sequence[int]) -> None:
         """Come to the end of `tokens`, which go on from what was followed before."""
@@ -68,7 +73,7 @@ class Rules:
         """Go back to the first `num_tokens` tokens."""
         while len(self._tokens) > num_tokens:
             token = self._tokens.pop()
-            generated = len(self._tokens) >= self._options.num_prompt
+            generated = len(self._tokens) >= self.options.num_prompt
             self._penalties.pop(token, generated=generated)
             if self.matcher is not None and generated:
                 self.matcher.pop()
@@ -78,7 +83,7 @@ class Rules:
         return self._penalties.edits()
 
     def _step(self, token: int) -> bool:
-        generated = len(self._tokens) >= self._options.num_prompt
+        generated = len(self._tokens) >= self.options.num_prompt
         if self.matcher is not None and generated and not self.matcher.push(token):
             return False
         self._penalties.push(token, generated=generated)
@@ -117,6 +122,11 @@ class Shaper:
         self._edits: list[tuple[int, Edits]] = []
         self._forbidden: list[tuple[int, tuple[int, ...]]] = []
         self._masked: list[tuple[int, torch.Tensor]] = []
+
+    @property
+    def can_exclude_all(self) -> bool:
+        """Whether a row may be left without any possible column."""
+        return bool(self._masked or self._forbidden)
 
     def add(self, row: int, rules: Rules) -> None:
         """Row `row` of the logits is the position where these rules stand now."""

@@ -11,11 +11,12 @@ from typing import Protocol
 
 import torch
 
-from engine.draft_protocol import Answer, AnswerRow, OrderRow
+from engine.draft_protocol import Answer, AnswerRow, OrderRow, encode_options
 from engine.drafter import empty_rows
 from engine.errors import DraftDown
+from engine.request import Request
 from engine.sampling import Law
-from engine.step import Batch, Draft, DraftRow, Span
+from engine.step import Batch, Draft, DraftRow, KReason, Span
 
 
 class DraftLink(Protocol):
@@ -39,6 +40,7 @@ class RemoteDrafter:
     Args:
         max_feed: committed tokens that one order may carry; longer ones are caught up over several steps.
         max_released: request keys that one order may carry.
+        max_options: bytes of request options that one order may carry.
         deadline_s: a draft that has not answered by then counts as hung.
         on_down: told why, once, in the loop's thread.
     """
@@ -48,17 +50,20 @@ class RemoteDrafter:
         *,
         max_feed: int,
         max_released: int,
+        max_options: int = 1 << 18,
         deadline_s: float,
         on_down: Callable[[str], None],
     ) -> None:
         self._vocab: torch.Tensor | None = None
         self._max_feed = max_feed
         self._max_released = max_released
+        self._max_options = max_options
         self._deadline_s = deadline_s
         self._on_down = on_down
         self._end: DraftLink | None = None
         self._sent: dict[int, int] = {}  # request key -> committed tokens the draft knows
         self._refused: set[int] = set()  # requests the draft had no memory for, until something is freed
+        self._unsupported: set[int] = set()  # requests whose options the draft cannot honour
         self._released: list[int] = []
 
     @property
@@ -81,11 +86,13 @@ class RemoteDrafter:
         self._end = None
         self._sent.clear()
         self._refused.clear()
+        self._unsupported.clear()
         self._released.clear()
 
     def forget(self, keys: Sequence[int]) -> None:
         self._released += [key for key in keys if self._sent.pop(key, None) is not None]
         self._refused.clear()
+        self._unsupported.difference_update(keys)
 
     def draft(self, batch: Batch) -> Draft:
         rows = empty_rows(batch)
@@ -96,9 +103,11 @@ class RemoteDrafter:
             for index in asked:
                 rows[index] = DraftRow(reason="draft_down")
             return Draft(tuple(rows))
-        for index in [index for index in asked if batch.spans[index].request.key in self._refused]:
-            rows[index] = DraftRow(reason="memory")
-            asked.remove(index)
+        reasons = self._left_out([batch.spans[index].request for index in asked])
+        for index, reason in zip(asked, reasons, strict=True):
+            if reason is not None:
+                rows[index] = DraftRow(reason=reason)
+        asked = [index for index, reason in zip(asked, reasons, strict=True) if reason is None]
         if not asked:
             return Draft(tuple(rows))
         orders = self._orders([batch.spans[index] for index in asked])
@@ -117,6 +126,25 @@ class RemoteDrafter:
         for place, (index, order, answered) in enumerate(zip(asked, orders, answer.rows, strict=True)):
             rows[index] = self._row(batch.spans[index], order, answered, probs[place])
         return Draft(tuple(rows), self._vocab, draft_s=answer.draft_s, handoff_s=answer.handoff_s, num_fed=fed)
+
+    def _left_out(self, requests: Sequence[Request]) -> list[KReason | None]:
+        """Why the draft is not asked for some of these in this step."""
+        room = self._max_options
+        reasons: list[KReason | None] = []
+        for request in requests:
+            reason: KReason | None = None
+            if request.key in self._refused:
+                reason = "memory"
+            elif request.key not in self._sent and request.key not in self._unsupported and request.rules is not None:
+                needed = len(encode_options(request.rules.options))
+                if needed > self._max_options:
+                    self._unsupported.add(request.key)
+                elif needed > room:
+                    reason = "catch_up"  # they go with the next order
+                else:
+                    room -= needed
+            reasons.append("options" if request.key in self._unsupported else reason)
+        return reasons
 
     def _orders(self, spans: Sequence[Span]) -> list[OrderRow]:
         """What to tell the draft: the committed tokens it does not know yet, as many as fit in one order."""
@@ -140,6 +168,9 @@ class RemoteDrafter:
                     stream_key=law.stream_key,
                     attempt=law.attempt,
                     coupled=law.coupled,
+                    top_k=law.top_k,
+                    min_p=law.min_p,
+                    options=request.rules.options if request.rules is not None and start == 0 else None,
                 )
             )
         return orders
@@ -150,6 +181,9 @@ class RemoteDrafter:
             self._refused.add(key)
             self._sent.pop(key, None)
             return DraftRow(reason="memory")
+        if answered.reason == "options":
+            self._unsupported.add(key)
+            return DraftRow(reason="options")
         self._sent[key] = order.start + len(order.feed)
         if order.k == 0:
             return DraftRow(reason="catch_up")

@@ -1,0 +1,47 @@
+"""What a grammar leaves no choice about is drafted without asking anybody: field names, brackets, the rest of a word.
+
+Owns nothing but the order of precedence: where the grammar foresees tokens they are the draft, certain (q is one-hot);
+elsewhere the method behind it drafts. Where one text has several spellings in tokens the draft is a good guess, and
+verification keeps it exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from engine.drafter import Drafter
+from engine.step import Batch, Draft, DraftRow, Span
+
+
+class ForcedDrafter:
+    """Drafts from grammars first.
+
+    Args:
+        inner: the method for everything else.
+    """
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner = inner
+
+    def draft(self, batch: Batch) -> Draft:
+        foreseen = {index: tokens for index, span in enumerate(batch.spans) if (tokens := _foreseen(span))}
+        if not foreseen:
+            return self.inner.draft(batch)
+        left = [replace(span, k=0) if index in foreseen else span for index, span in enumerate(batch.spans)]
+        draft = self.inner.draft(replace(batch, spans=tuple(left)))
+        rows = list(draft.rows)
+        for index, tokens in foreseen.items():
+            rows[index] = DraftRow(token_ids=tokens, reason=batch.spans[index].reason)
+        return replace(draft, rows=tuple(rows))
+
+    def forget(self, keys: Sequence[int]) -> None:
+        self.inner.forget(keys)
+
+
+def _foreseen(span: Span) -> tuple[int, ...]:
+    rules = span.request.rules
+    if span.k == 0 or rules is None or rules.matcher is None:
+        return ()
+    rules.follow(span.request.tokens)
+    return rules.matcher.foreseen(span.k)
