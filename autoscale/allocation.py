@@ -2,20 +2,23 @@
 
 Goodput of a step is expected tokens over expected seconds,
 
-    sum_i (1 + S_i1 + ... + S_ik_i)  /  (t_0 + passes(max k) + row_s * sum k_i)
+    (B + sum of S_ij over drafted positions) / (base + fixed + passes * pass_s + added(n))
 
-with S_ij the probability that request i's draft stands up to position j. S falls with j, so for a given price of a
-second (lam, tokens per second) a token pays exactly when S_ij >= lam * row_s, and a further pass pays when the surplus
-of all tokens in it exceeds lam * pass_s. Dinkelbach's method finds the lam that is the goodput itself; a good first
-guess needs one or two rounds.
+with S_ij the probability that request i's draft stands up to position j and n the number of drafted positions. As S
+falls with j, the best n positions for a given number of passes are the n largest S, and every such choice drafts a
+request's positions in order. Rows are priced by the curve itself, because the best batch often ends exactly at one of
+its kinks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,52 +37,42 @@ class Allocation:
         """Tokens per second."""
         return self.tokens / self.seconds
 
+    @property
+    def depth(self) -> int:
+        """Draft passes."""
+        return int(self.ks.max(initial=0))
+
 
 def allocate(
-    survival: npt.NDArray[np.float64],
-    *,
-    base_s: float,
-    fixed_s: float,
-    pass_s: float,
-    row_s: float,
-    first_guess: float,
-    max_rounds: int = 4,
+    survival: Floats, *, base_s: float, fixed_s: float, pass_s: float, added_s: Floats, depths: Iterable[int]
 ) -> Allocation:
     """The best K for each request.
 
     Args:
-        survival: [B, K], non-increasing in each row.
+        survival: [B, K], falling along each row.
         base_s: the step without drafts, seconds.
         fixed_s: once, if anything is drafted at all.
         pass_s: per draft pass.
-        row_s: per row that the target verifies in addition.
-        first_guess: of the goodput, tokens per second; close is fast.
+        added_s: [B * K + 1] what n more rows cost the target, seconds, from n = 0 on.
+        depths: numbers of passes to consider, within [1, K].
 
     Returns:
         All zeros when drafting does not pay.
     """
-    batch, width = survival.shape
-    nothing = Allocation(np.zeros(batch, dtype=np.int64), float(batch), base_s)
-    if width == 0:
-        return nothing
-    lam = max(first_guess, nothing.goodput)
-    best = nothing
-    for _ in range(max_rounds):
-        surplus = survival - lam * row_s
-        pays = surplus > 0
-        gain = np.add.accumulate(np.add.reduce(np.where(pays, surplus, 0.0), axis=0) - lam * pass_s)
-        depth = int(gain.argmax()) + 1
-        if gain[depth - 1] <= 0:
-            chosen = nothing
-        else:
-            kept = pays[:, :depth]
-            ks = np.add.reduce(kept, axis=1, dtype=np.int64)
-            tokens = batch + float(survival[:, :depth][kept].sum())
-            seconds = base_s + fixed_s + pass_s * depth + row_s * float(ks.sum())
-            chosen = Allocation(ks, tokens, seconds)
-        if chosen.goodput > best.goodput:
-            best = chosen
-        if abs(chosen.goodput - lam) <= 0.005 * lam:
-            break
-        lam = max(chosen.goodput, nothing.goodput)
-    return best
+    batch = len(survival)
+    best, best_depth, best_n, best_order = batch / base_s, 0, -1, None
+    tokens = float(batch)
+    for depth in depths:
+        flat = survival[:, :depth].ravel()
+        order = flat.argsort()[::-1]
+        expected = flat[order].cumsum()
+        expected += batch
+        ratio = expected / (added_s[1 : len(flat) + 1] + (base_s + fixed_s + depth * pass_s))
+        n = int(ratio.argmax())
+        if ratio[n] > best:
+            best, best_depth, best_n, best_order = float(ratio[n]), depth, n, order
+            tokens = float(expected[n])
+    if best_order is None:
+        return Allocation(np.zeros(batch, dtype=np.int64), tokens, base_s)
+    ks = np.bincount(best_order[: best_n + 1] // best_depth, minlength=batch)
+    return Allocation(ks, tokens, tokens / best)

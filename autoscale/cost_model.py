@@ -13,8 +13,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from engine.step import StepStats
 
@@ -22,6 +24,8 @@ ROW_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 BATCH_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CLIP = 3.0
 """Residuals beyond this many times the usual one count as so many."""
+TRUST = 20.0
+"""Observations that a measured value is worth."""
 MAX_CONTEXT_RATE = 1e-4
 """Seconds per cached token; far above any machine, a guard against a runaway slope."""
 
@@ -43,9 +47,6 @@ class CostTable:
     overhead_s: float = 0.0
     """Once per step: scheduling, sampling, publishing."""
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 class Curve:
     """A non-decreasing function through (knot, value) points, learning from observations.
@@ -53,13 +54,15 @@ class Curve:
     Args:
         knots: ascending.
         values: one per knot, seconds.
+        trust: observations that each value is worth; the first ones of a knot never measured move it far.
     """
 
-    def __init__(self, knots: Sequence[int], values: Sequence[float]) -> None:
+    def __init__(self, knots: Sequence[int], values: Sequence[float], *, trust: float = TRUST) -> None:
         if len(knots) != len(values):
             raise ValueError(f"{len(values)} values for {len(knots)} knots")
         self._knots = tuple(knots)
         self._values = list(values)
+        self._seen = [trust] * len(values)
         for index in range(1, len(self._values)):
             self._values[index] = max(self._values[index], self._values[index - 1])
 
@@ -72,18 +75,21 @@ class Curve:
         low, share = self._place(x)
         return self._values[low] + share * (self._values[low + 1] - self._values[low])
 
-    def slope(self, x: float) -> float:
-        """Seconds per unit just above x."""
-        low, _ = self._place(x)
-        return (self._values[low + 1] - self._values[low]) / (self._knots[low + 1] - self._knots[low])
+    def added(self, x: int, count: int) -> npt.NDArray[np.float64]:
+        """[count + 1] at(x + n) - at(x) for n from 0 on, within the knots."""
+        values: npt.NDArray[np.float64] = np.interp(np.arange(x, x + count + 1), self._knots, self._values)
+        values -= values[0]
+        return values
 
     def learn(self, x: float, residual: float, rate: float) -> None:
         """Move the curve at x by about rate * residual, and its neighbours with it where order asks for it."""
         low, share = self._place(x)
         share = min(1.0, max(0.0, share))
         weight = (1 - share) ** 2 + share**2
-        self._values[low] = max(0.0, self._values[low] + rate * residual * (1 - share) / weight)
-        self._values[low + 1] = max(0.0, self._values[low + 1] + rate * residual * share / weight)
+        for index, part in ((low, 1 - share), (low + 1, share)):
+            own_rate = max(rate, 1.0 / (1.0 + self._seen[index]))
+            self._values[index] = max(0.0, self._values[index] + own_rate * residual * part / weight)
+            self._seen[index] += part
         anchor = low if share < 0.5 else low + 1
         for index in range(anchor + 1, len(self._values)):
             self._values[index] = max(self._values[index], self._values[index - 1])
@@ -100,12 +106,13 @@ class CostModel:
 
     Args:
         table: where to start.
-        rate: share of a residual that one step corrects.
+        rate: share of a residual that one step corrects, once a value is known.
+        trust: observations that the table's values are worth; 0 where they are a guess.
     """
 
-    def __init__(self, table: CostTable, *, rate: float = 0.05) -> None:
-        self._verify = Curve(ROW_KNOTS, table.verify_s)
-        self._pass = Curve(BATCH_KNOTS, table.pass_s)
+    def __init__(self, table: CostTable, *, rate: float = 0.05, trust: float = TRUST) -> None:
+        self._verify = Curve(ROW_KNOTS, table.verify_s, trust=trust)
+        self._pass = Curve(BATCH_KNOTS, table.pass_s, trust=trust)
         self._context_s = table.context_s
         self._feed_s = table.feed_s
         self._handoff_s = table.handoff_s
@@ -118,9 +125,9 @@ class CostModel:
         """Target forward over `rows` rows with `context` cached tokens in all."""
         return self._verify.at(rows) + self._context_s * context
 
-    def row_s(self, rows: float) -> float:
-        """What one more row costs at `rows`."""
-        return self._verify.slope(rows)
+    def added_rows_s(self, rows: int, count: int) -> npt.NDArray[np.float64]:
+        """[count + 1] what n more rows than `rows` cost, seconds, from n = 0 on."""
+        return self._verify.added(rows, count)
 
     def pass_s(self, batch: float) -> float:
         """One draft pass over `batch` sequences."""
@@ -170,6 +177,13 @@ class CostModel:
             return 0.0, 0.0
         ordered = sorted(self._errors)
         return ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+
+    def measured(self, table: CostTable) -> None:
+        """Start again from these numbers: something was measured outside the steps."""
+        self._verify = Curve(ROW_KNOTS, table.verify_s)
+        self._pass = Curve(BATCH_KNOTS, table.pass_s)
+        self._context_s, self._feed_s = table.context_s, table.feed_s
+        self._handoff_s, self._overhead_s = table.handoff_s, table.overhead_s
 
     def table(self) -> CostTable:
         """The numbers as they are now."""

@@ -6,13 +6,13 @@ was told of. No torch, no Ray.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from autoscale.acceptance import Acceptance
 from autoscale.allocation import Allocation, allocate
-from autoscale.cost_model import CostModel
+from autoscale.cost_model import BATCH_KNOTS, ROW_KNOTS, TRUST, CostModel, CostTable
 from autoscale.toggle import Toggle, ToggleParams
 from engine.plan import Choice, Plan
 from engine.request import Request
@@ -20,8 +20,9 @@ from engine.step import StepStats
 
 PROBE_REQUESTS = 2
 PROBE_K = 2
-CATCH_UP_STEPS = 16
+CATCH_UP_STEPS = 64
 """Steps over which the price of letting the draft read what it missed is spread."""
+LOOK_AROUND_STEPS = 16
 DEFAULT_TOGGLE = ToggleParams()
 GOOD_DRAFT = 0.9
 """Acceptance at which a load that drafts could pay for would show it."""
@@ -44,7 +45,8 @@ class Goodput:
         self.toggle = Toggle(toggle)
         self._max_k = max_k
         self._now_s = 0.0
-        self._guess = 0.0
+        self._batch = self._num_choices = 0
+        self._depth = 1
         self._known: dict[int, int] = {}  # request key -> tokens the draft has read
         self._optimist = GOOD_DRAFT ** np.arange(1, max_k + 1)
         self.predicted: Allocation | None = None
@@ -56,7 +58,6 @@ class Goodput:
             return [Choice(0, "off")] * len(decodes)
         best, plain_s = self._best(decodes, width, num_prefill_rows)
         gain = best.goodput * plain_s / len(decodes)
-        self._guess = best.goodput
         worth_probing = self._could_pay(len(decodes), plain_s, num_prefill_rows)
         mode = self.toggle.decide(gain, self._now_s, worth_probing=worth_probing)
         self.predicted = best if mode == "on" else Allocation(best.ks * 0, float(len(decodes)), plain_s)
@@ -65,7 +66,8 @@ class Goodput:
         idle = Choice(0, "acceptance" if worth_probing else "batch")
         choices = [idle] * len(decodes)
         if mode == "probe":
-            asked = [i for i, r in enumerate(decodes) if r.submit.speculative.enabled][:PROBE_REQUESTS]
+            willing = [i for i, r in enumerate(decodes) if r.submit.speculative.enabled]
+            asked = willing[: max(PROBE_REQUESTS, len(willing) // 8)]
             for index in asked:
                 choices[index] = Choice(min(PROBE_K, width), "probe")
         return choices
@@ -93,18 +95,24 @@ class Goodput:
         plain_s = self.cost.step_s(rows, context)
         missed = sum(len(r.tokens) - self._known.get(r.key, 0) for r in decodes) - len(decodes)
         fixed_s = self.cost.handoff_s + self.cost.feed_s * max(0, missed) / CATCH_UP_STEPS
-        # The price of a row is the mean over what would be added, so that a kink of the curve ahead is seen.
-        added = max(1.0, float((survival > 0.3).sum()))
-        row_s = (self.cost.verify_s(rows + added, context) - self.cost.verify_s(rows, context)) / added
         best = allocate(
             survival,
             base_s=plain_s,
             fixed_s=fixed_s,
             pass_s=self.cost.pass_s(len(decodes)),
-            row_s=row_s,
-            first_guess=self._guess,
+            added_s=self.cost.added_rows_s(rows, survival.size),
+            depths=self._depths(len(decodes), width),
         )
+        self._depth = max(1, best.depth)
         return best, plain_s
+
+    def _depths(self, batch: int, width: int) -> Iterable[int]:
+        """Around the depth chosen last; all of them when the batch has changed, and now and then."""
+        self._num_choices += 1
+        if batch != self._batch or self._num_choices % LOOK_AROUND_STEPS == 0:
+            self._batch = batch
+            return range(1, width + 1)
+        return range(max(1, self._depth - 1), min(width, self._depth + 1) + 1)
 
     def _could_pay(self, batch: int, plain_s: float, num_prefill_rows: int) -> bool:
         """Whether one more drafted token each would pay if the draft were good."""
@@ -121,3 +129,26 @@ def _cap(request: Request, width: int) -> int:
         return 0
     left = request.submit.sampling.max_tokens - request.num_generated - 1
     return max(0, min(width, left, width if options.max_k is None else options.max_k))
+
+
+PRIORS: dict[str, tuple[float, ...]] = {
+    "none": (0.0,),
+    "ngram": (0.4, 0.6, 0.7),  # given that something matched; a long match goes on matching
+    "draft_model": (0.75,),
+}
+"""Acceptance by position before anything was seen, per drafting method. Hopeful on purpose: a step or two of drafting
+tells the truth, while a draft that is never tried never shows it."""
+UNMEASURED = CostTable((0.01,) * len(ROW_KNOTS), (0.0,) * len(BATCH_KNOTS))
+"""Costs nothing is known of: drafting is as good as free until the first steps have taught otherwise."""
+
+
+def make_goodput(method: str, max_k: int, table: CostTable = UNMEASURED) -> Goodput:
+    """The policy for one engine.
+
+    Args:
+        method: of drafting; chooses the prior.
+        max_k: bound under every plan.
+        table: costs measured at start.
+    """
+    trust = 0.0 if table is UNMEASURED else TRUST
+    return Goodput(CostModel(table, trust=trust), Acceptance(max_k, PRIORS[method]), max_k=max_k)

@@ -77,10 +77,19 @@ class Threshold:
 
 
 class PolicyPacer:
-    """Follows whichever policy the plan in force names. Implements `engine.plan.Pacer`."""
+    """Follows whichever policy the plan in force names. Implements `engine.plan.Pacer`.
 
-    def __init__(self) -> None:
-        self._policies: dict[PolicyName, Pacer] = {"off": Off(), "fixed": Fixed(), "threshold": Threshold()}
+    Args:
+        goodput: the policy of that name, which needs to know what steps cost.
+    """
+
+    def __init__(self, goodput: Pacer) -> None:
+        self._policies: dict[PolicyName, Pacer] = {
+            "off": Off(),
+            "fixed": Fixed(),
+            "threshold": Threshold(),
+            "goodput": goodput,
+        }
 
     def choose(self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
         return self._policies[plan.policy].choose(plan, decodes, num_prefill_rows)

@@ -9,16 +9,24 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from autoscale.controller import Controller, initial_plan
+from autoscale.cost_model import CostTable
+from autoscale.goodput import make_goodput
 from autoscale.observation import Aggregator
 from autoscale.policy import PolicyPacer
+from autoscale.profile import TableCache, profile_draft, profile_target
+from engine.draft_protocol import Answer, OrderRow
 from engine.draft_worker import DraftWorker
+from engine.drafters.draft_model import DraftLink
 from engine.engine import PlanSlot
+from engine.model_store import cache_folder
+from engine.placement import threads_per_shard
 from engine.plan import Plan
 from engine.target_shard import TargetShard
 
@@ -48,19 +56,65 @@ class ProcessMixin:
 
 
 class ShardActor(ProcessMixin, TargetShard):
-    """A target shard; rank 0 also talks to the controller."""
+    """A target shard; rank 0 also measures what steps cost and talks to the controller."""
 
     def lead(self, app_name: str, engine_id: str) -> str:
-        """Build the step loop and keep its plan fresh from the app's controller.
+        """Measure, build the step loop, and keep its plan fresh from the app's controller. The other shards run.
 
         Returns:
             Path of the socket for the replica.
         """
-        slot = PlanSlot(initial_plan(self.config.speculative))
+        speculative = self.config.speculative
+        self._costs = TableCache(cache_folder() / "costs", self._identity())
+        self._goodput = make_goodput(speculative.method, speculative.k, self._first_costs())
+        slot = PlanSlot(initial_plan(speculative))
         aggregator = Aggregator()
         link = ControllerLink(controller_name(app_name), engine_id, slot, aggregator)
         threading.Thread(target=link.run, name="controller-link", daemon=True).start()
-        return self.listen(PolicyPacer(), lambda: slot.current, aggregator.add)
+        return self.listen(PolicyPacer(self._goodput), lambda: slot.current, aggregator.add)
+
+    def attach_measured_draft(self, timeout_s: float) -> None:
+        """`attach_draft`, and time the draft first."""
+        self.attach_draft(timeout_s, self._measure_draft)
+
+    def _measure_draft(self, draft: DraftLink) -> None:
+        deadline_s = self.config.speculative.deadline_s
+
+        def ask(rows: Sequence[OrderRow], released: Sequence[int]) -> Answer:
+            return draft.ask(rows, released, deadline_s=deadline_s)
+
+        limits = {"max_rows": self.config.max_num_requests, "max_k": max(1, self.config.speculative.k)}
+        table = profile_draft(ask, self._goodput.cost.table(), **limits)
+        self._goodput.cost.measured(table)
+        self._costs.store(table)
+
+    def _first_costs(self) -> CostTable:
+        """Of the last start on this machine, or measured now."""
+        kept = self._costs.load()
+        if kept is not None:
+            return kept
+        table = profile_target(
+            self.forward,
+            block_size=self.config.block_size,
+            num_blocks=self.num_blocks,
+            max_rows=self.config.max_step_tokens,
+            max_spans=self.config.max_num_requests,
+        )
+        self._costs.store(table)
+        return table
+
+    def _identity(self) -> dict[str, str]:
+        """What a cost table belongs to, beside the machine."""
+        engine = self.config
+        return {
+            "model": str(self.folder),
+            "draft": str(engine.speculative.draft),
+            "device": engine.device,
+            "dtype": engine.dtype,
+            "shards": str(engine.tensor_parallel_size),
+            "threads": str(threads_per_shard(engine)),
+            "block_size": str(engine.block_size),
+        }
 
 
 class DraftActor(ProcessMixin, DraftWorker):

@@ -12,7 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from autoscale.comparison import FIXED_COLUMNS, compare
+from autoscale.simulate import HARDWARE, WORKLOADS
 from deployments import yaml_config
+from distill.cli import add_distill_parser
 from engine.errors import PacelineError
 
 NGRAM, NO_DRAFT = "ngram", "none"
@@ -37,6 +40,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands)
     _add_check(commands)
+    _add_simulate(commands)
+    add_distill_parser(commands)
     return parser
 
 
@@ -51,7 +56,7 @@ def _add_serve(commands: Any) -> None:
     serve.add_argument("--model", help="folder or Hugging Face id of the target, or smollm2")
     serve.add_argument("--draft", help="none, ngram, or folder or id of a draft model")
     serve.add_argument("--k", type=int, help="draft tokens per request and step")
-    serve.add_argument("--policy", help="who chooses K: off, fixed or threshold")
+    serve.add_argument("--policy", help="who chooses K: off, fixed, threshold or goodput")
     serve.add_argument("--tp", type=int, metavar="N", help="tensor-parallel target shards")
     serve.add_argument("--dtype", help="auto, bfloat16 or float32")
     serve.add_argument("--device", help="auto, cpu or cuda")
@@ -66,6 +71,46 @@ def _add_check(commands: Any) -> None:
     check = commands.add_parser("check", help="check deployment files without a cluster")
     check.add_argument("files", type=Path, nargs="+", metavar="FILE")
     check.set_defaults(run=_check)
+
+
+def _add_simulate(commands: Any) -> None:
+    simulate = commands.add_parser(
+        "simulate",
+        help="compare policies on hardware and loads that need not exist",
+        description="Replay a closed-loop load through every policy and print goodput, its share of the oracle's, and "
+        "how often drafting went on or off.",
+    )
+    simulate.add_argument("--hardware", choices=sorted(HARDWARE), default="cpu-smollm2")
+    simulate.add_argument("--workload", choices=sorted(WORKLOADS), default="chat")
+    simulate.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 32, 64], metavar="N")
+    simulate.add_argument("--max-k", type=int, default=8, metavar="K")
+    simulate.add_argument("--seconds", type=float, default=20.0, metavar="S", help="simulated time per cell")
+    simulate.add_argument("--seed", type=int, default=0)
+    simulate.set_defaults(run=_simulate)
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{options.workload} on {options.hardware}: tokens/s (share of the oracle, switches)")
+    columns = [*FIXED_COLUMNS, "threshold", "goodput"]
+    for name in ["streams", "oracle", *columns]:
+        table.add_column(name, justify="right")
+    for streams in options.streams:
+        outcomes = compare(
+            HARDWARE[options.hardware](),
+            WORKLOADS[options.workload],
+            streams=streams,
+            max_k=options.max_k,
+            duration_s=options.seconds,
+            seed=options.seed,
+        )
+        best = outcomes["oracle"].goodput
+        cells = [f"{o.goodput:.0f} ({o.goodput / best:.2f}, {o.switches})" for o in (outcomes[c] for c in columns)]
+        table.add_row(str(streams), f"{best:.0f}", *cells)
+    Console().print(table)
+    return 0
 
 
 def _serve(options: argparse.Namespace) -> int:

@@ -75,7 +75,7 @@ class DraftSupervisor:
         handle = await self._shard.open_draft_buffer.remote(info, self._epoch)
         await self._actor.connect.remote(handle)
         self._run = self._actor.run.remote()
-        await self._shard.attach_draft.remote(OPEN_TIMEOUT_S)
+        await self._shard.attach_measured_draft.remote(OPEN_TIMEOUT_S)
         self.is_up, self.reason = True, ""
 
     def lost(self, reason: str) -> None:

@@ -80,9 +80,9 @@ class EngineGroup:
             self._ensure_controller()
             self._shards = [self._make_shard(rank) for rank in range(self._settings.engine.tensor_parallel_size)]
             self.ready = await self._load_shards()
+            self._run_shards(self._shards[1:])  # they follow already while the first one measures
             path = await self._shards[0].lead.remote(self._app_name, self._engine_id)
-            for shard in self._shards:
-                self._tasks.append(asyncio.create_task(self._watch(shard.run.remote())))
+            self._run_shards(self._shards[:1])
             engine = self._settings.engine
             self._client = await ShardClient.connect(
                 path, capacity=engine.max_num_requests + engine.max_num_waiting, on_draft=self._on_draft
@@ -183,6 +183,10 @@ class EngineGroup:
             "get_if_exists": True,
         }
         self._controller = actor(ControllerActor, **options).remote(initial_plan(self._settings.engine.speculative))
+
+    def _run_shards(self, shards: list[Any]) -> None:
+        for shard in shards:
+            self._tasks.append(asyncio.create_task(self._watch(shard.run.remote())))
 
     async def _watch(self, run: Any) -> None:
         """A shard's run() never ends while all is well."""

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from engine.errors import ConfigError
 
 Method = Literal["none", "ngram", "draft_model"]
-PolicyName = Literal["off", "fixed", "threshold"]
+PolicyName = Literal["off", "fixed", "threshold", "goodput"]
 MAX_K = 16
 
 
@@ -51,8 +51,8 @@ class SpeculativeConfig(Settings):
     """Who drafts: nobody, prompt lookup, or a small model in the DraftWorker."""
     draft: str | None = None
     """Folder or Hugging Face id of the draft; required by `draft_model`."""
-    policy: PolicyName = "fixed"
-    """Who chooses K: `off`, `fixed`, or the operators' rule `threshold`."""
+    policy: PolicyName = "goodput"
+    """Who chooses K: `off`, `fixed`, the operators' rule `threshold`, or `goodput`: most tokens per second."""
     k: Annotated[int, Field(ge=0, le=MAX_K)] = 5
     """Draft tokens per request and step, and the upper bound under every policy."""
     threshold_max_batch: Annotated[int, Field(ge=1)] = 16

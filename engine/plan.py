@@ -20,7 +20,7 @@ class Plan:
     """The pace in force. A dead controller leaves the last one."""
 
     version: int = 0
-    policy: PolicyName = "fixed"
+    policy: PolicyName = "goodput"
     max_k: int = 5
     """Upper bound of K for every request."""
     max_batch: int = 16

@@ -29,10 +29,12 @@ from engine.config import EngineConfig
 from engine.device_buffers import BufferHandle, TargetEnd, create_draft_buffer
 from engine.draft_protocol import BufferSpec
 from engine.drafter import Drafter, NoDrafter
-from engine.drafters.draft_model import RemoteDrafter
+from engine.drafters.draft_model import DraftLink, RemoteDrafter
+from engine.drafters.forced import ForcedDrafter
 from engine.drafters.ngram import NgramDrafter
 from engine.engine import Engine
-from engine.errors import EngineError, ShardDown
+from engine.errors import DraftDown, EngineError, ShardDown
+from engine.grammar import Grammars
 from engine.model_runner import ModelRunner, num_kv_blocks
 from engine.models import load_model
 from engine.placement import pick_device, pick_dtype, set_threads
@@ -42,6 +44,7 @@ from engine.scheduler import Scheduler
 from engine.shard_socket import ShardSocket
 from engine.step import ForwardPlan, StepStats
 from engine.streams import Streams
+from engine.tokenizer_info import load_tokenizer_info
 from engine.verifier import Verifier
 from engine.wire import DraftStatus, EngineFailed, StepDeltas
 
@@ -88,7 +91,7 @@ class TargetShard:
     def __init__(self, config: EngineConfig, folder: Path, *, rank: int, node_id: str) -> None:
         self.config = config
         self.rank = rank
-        self._folder = folder
+        self.folder = folder
         self._node_id = node_id
         self._device = pick_device(config.device)
         self._stop = threading.Event()
@@ -102,6 +105,11 @@ class TargetShard:
         self._draft_end: TargetEnd | None = None
         self._max_model_len = 0
         self._num_forwards = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the KV cache, scratch included; 0 before `allocate`."""
+        return self._runner.num_blocks if self._runner is not None else 0
 
     def open_rendezvous(self) -> int:
         """Port of the store in which the shards meet. Rank 0 only."""
@@ -124,7 +132,7 @@ class TargetShard:
                 rank=self.rank, size=size, store=store, device=self._device, timeout_s=PEER_TIMEOUT_S
             )
         dtype = pick_dtype(config.dtype)
-        self._model = load_model(self._folder, dtype=dtype, device=self._device, collectives=self._collectives)
+        self._model = load_model(self.folder, dtype=dtype, device=self._device, collectives=self._collectives)
         model_config = self._model.config
         num_blocks = num_kv_blocks(
             model_config,
@@ -182,14 +190,16 @@ class TargetShard:
             max_model_len=self._max_model_len,
         )
         self._drafter = self._make_drafter()
+        grammars = Grammars(lambda: load_tokenizer_info(self.folder, self._model.config.vocab_size))
         self.engine = engine = Engine(
             scheduler=scheduler,
-            drafter=self._drafter,
-            verifier=Verifier(self._forward, block_size=config.block_size),
+            drafter=ForcedDrafter(self._drafter),
+            verifier=Verifier(self.forward, block_size=config.block_size),
             committer=Committer(pool, scheduler, max_model_len=self._max_model_len),
             streams=Streams(lambda deltas: self._send(StepDeltas(deltas))),
             pacer=pacer,
             observers=[observe],
+            grammars=grammars,
         )
         self._socket = ShardSocket(submit=engine.submit, abort=engine.abort, abandon=engine.abort_all)
         return self._socket.path
@@ -216,8 +226,12 @@ class TargetShard:
             self._draft_end = self._draft_end.renew(epoch=epoch)
         return self._draft_end.handle()
 
-    def attach_draft(self, timeout_s: float) -> None:
+    def attach_draft(self, timeout_s: float, first: Callable[[DraftLink], None] | None = None) -> None:
         """Draft through the buffer made last, from the next step on. Rank 0 only.
+
+        Args:
+            timeout_s: for the draft to open it.
+            first: called with the draft before it drafts for anybody, in the loop's thread; may raise DraftDown.
 
         Raises:
             DraftDown: the draft has not opened it in time.
@@ -226,7 +240,16 @@ class TargetShard:
             raise EngineError("attach_draft before open_draft_buffer")
         end, drafter = self._draft_end, self._drafter
         end.wait_open(timeout_s)
-        self.engine.call(lambda: drafter.attach(end))
+        self.engine.call(lambda: self._attach(drafter, end, first))
+
+    def _attach(self, drafter: RemoteDrafter, end: TargetEnd, first: Callable[[DraftLink], None] | None) -> None:
+        try:
+            if first is not None:
+                first(end)
+        except DraftDown as error:
+            self._send(DraftStatus(up=False, reason=str(error)))
+            return
+        drafter.attach(end)
         self._send(DraftStatus(up=True, reason=""))
 
     def run(self) -> None:
@@ -241,8 +264,6 @@ class TargetShard:
             return
         if self.engine is None:
             raise EngineError("run before listen")
-        if self._sender is not None:
-            self._sender.wait_open(PEER_TIMEOUT_S)
         try:
             self.engine.run(self._stop)
             self._send(EngineFailed("the engine was stopped"))
@@ -268,10 +289,17 @@ class TargetShard:
         finally:
             self._receiver.close()
 
-    def _forward(self, plan: ForwardPlan) -> torch.Tensor:
+    def forward(self, plan: ForwardPlan) -> torch.Tensor:
+        """Run a plan on all shards; logits [R, vocab] float32. Rank 0 only, one thread at a time.
+
+        Raises:
+            ShardDown: a shard does not answer.
+        """
         if self._runner is None:
             raise EngineError("forward before allocate")
         if self._sender is not None:
+            if self._num_forwards == 0:
+                self._sender.wait_open(PEER_TIMEOUT_S)
             self._num_forwards += 1
             self._sender.send(self._num_forwards, plan, deadline_s=PEER_TIMEOUT_S)
         logits = self._runner.forward(plan)

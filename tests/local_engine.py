@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from autoscale.controller import initial_plan
+from autoscale.goodput import make_goodput
 from autoscale.policy import PolicyPacer
 from engine.config import EngineConfig
 from engine.draft_worker import DraftWorker
@@ -38,6 +39,7 @@ class LocalEngine:
         if draft_folder is not None:
             # Everything shares this process, so a busy machine must not look like a hung draft.
             speculative = {"method": "draft_model", "draft": str(draft_folder), "deadline_s": 60} | speculative
+        speculative = {"policy": "fixed"} | speculative
         defaults = {"model": str(folder), "device": "cpu", "dtype": "float32", "kv_cache_tokens": 16384}
         self.config = EngineConfig.parse(defaults | settings | {"speculative": speculative})
         size = self.config.tensor_parallel_size
@@ -45,7 +47,8 @@ class LocalEngine:
         self.draft = DraftWorker(self.config, draft_folder, folder, node_id=NODE) if draft_folder else None
         self.stats: list[StepStats] = []
         self.last: dict[str, Delta] = {}
-        self._pacer = pacer or PolicyPacer()
+        chosen = self.config.speculative
+        self._pacer = pacer or PolicyPacer(make_goodput(chosen.method, chosen.k))
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> LocalEngine:

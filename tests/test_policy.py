@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from autoscale.controller import Controller, initial_plan
+from autoscale.goodput import make_goodput
 from autoscale.observation import Aggregator, Observation
 from autoscale.policy import PolicyPacer, Threshold
 from engine.config import SpeculativeConfig
@@ -75,7 +76,7 @@ def test_threshold_is_off_in_a_large_batch_and_says_why() -> None:
 
 @pytest.mark.parametrize(("policy", "k"), [("off", 0), ("fixed", 5)])
 def test_the_pacer_follows_the_plan_in_force(policy: str, k: int) -> None:
-    pacer = PolicyPacer()
+    pacer = PolicyPacer(make_goodput("ngram", 5))
     plan = Plan(policy=policy, max_k=5)  # type: ignore[arg-type]
     assert [choice.k for choice in pacer.choose(plan, requests(3), 0)] == [k] * 3
 

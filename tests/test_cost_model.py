@@ -1,0 +1,121 @@
+"""Costs: monotone whatever is learned, close to a machine that changes, calm about hiccups."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoscale.cost_model import BATCH_KNOTS, ROW_KNOTS, CostModel, CostTable, Curve
+from autoscale.goodput import UNMEASURED
+from autoscale.profile import TableCache, profile_draft, profile_target
+from autoscale.simulate import Simulation, Workload, cpu_table
+from engine.draft_protocol import Answer, AnswerRow
+from engine.plan import Choice, Plan
+from engine.request import Request
+from engine.step import ForwardPlan, StepStats
+
+
+@given(st.lists(st.tuples(st.floats(1, 3000), st.floats(-0.1, 0.1), st.floats(0.01, 1.0)), max_size=60))
+def test_a_longer_job_is_never_predicted_to_be_cheaper(lessons: list[tuple[float, float, float]]) -> None:
+    curve = Curve(ROW_KNOTS, cpu_table().verify_s)
+    for x, residual, rate in lessons:
+        curve.learn(x, residual, rate)
+    values = [curve.at(x) for x in (1, 1.5, 3, 7, 20, 33, 100, 700, 2500)]
+    assert all(value >= 0 for value in values)
+    assert values == sorted(values)
+    assert np.all(np.diff(curve.added(5, 90)) >= 0)
+
+
+class Recording:
+    """A pacer of fixed but varied K that shows a cost model every step."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self.cost = cost
+        self._rng = np.random.default_rng(5)
+        self.stats: list[StepStats] = []
+
+    def choose(self, plan: Plan, decodes: list[Request], num_prefill_rows: int) -> list[Choice]:
+        k = int(self._rng.integers(0, 6))
+        return [Choice(k, "plan")] * len(decodes)
+
+    def observe(self, stats: StepStats) -> None:
+        self.cost.observe(stats)
+        self.stats.append(stats)
+
+
+def test_from_knowing_nothing_to_a_median_error_below_ten_percent() -> None:
+    cost = CostModel(UNMEASURED, trust=0)
+    streams = lambda now_s: 1 + int(now_s) % 32  # noqa: E731 - a load that visits every batch size
+    pacer = Recording(cost)
+    Simulation(cpu_table(), Workload("any", 0.6), streams).run(pacer, Plan(), 60.0)  # type: ignore[arg-type]
+    assert cost.error()[0] < 0.10
+    held_out = Recording(CostModel(cost.table()))
+    Simulation(cpu_table(), Workload("any", 0.6), streams, seed=9).run(held_out, Plan(), 10.0)  # type: ignore[arg-type]
+    assert held_out.cost.error()[0] < 0.10
+
+
+def test_one_hiccup_moves_little_and_a_lasting_change_is_followed() -> None:
+    cost = CostModel(cpu_table())
+    pacer = Recording(cost)
+    Simulation(cpu_table(), Workload("any", 0.6), lambda _: 8).run(pacer, Plan(), 20.0)  # type: ignore[arg-type]
+    usual = pacer.stats[-1]
+    before = cost.verify_s(usual.num_rows, usual.context_len)
+    fields = {name: getattr(usual, name) for name in StepStats.__slots__}
+    cost.observe(StepStats(**(fields | {"verify_s": 100 * usual.verify_s, "step_s": 100 * usual.step_s})))
+    assert cost.verify_s(usual.num_rows, usual.context_len) < 1.05 * before
+    for _ in range(600):
+        cost.observe(StepStats(**(fields | {"verify_s": 2 * before, "step_s": 2 * before})))
+    assert cost.verify_s(usual.num_rows, usual.context_len) > 1.6 * before
+
+
+def test_the_profile_sees_rows_and_context() -> None:
+    def forward(plan: ForwardPlan) -> None:
+        assert plan.block_tables.max() < 400
+        assert (plan.slots // 16 > 0).all(), "block 0 is scratch"
+        time.sleep(0.0005 + 2e-5 * len(plan.token_ids) + 2e-6 * float(plan.kv_lens.sum()))
+
+    table = profile_target(forward, block_size=16, num_blocks=400, max_rows=256, max_spans=64)
+    assert len(table.verify_s) == len(ROW_KNOTS)
+    assert 1e-5 < (table.verify_s[6] - table.verify_s[0]) / 63 < 8e-5
+    assert table.verify_s[-1] > table.verify_s[7], "rows beyond the limit go on with the last slope"
+    assert 1e-6 < table.context_s < 4e-6
+
+
+def test_the_draft_s_profile_sees_passes_and_reading() -> None:
+    told: dict[int, int] = {}
+
+    def ask(rows, released):  # type: ignore[no-untyped-def]
+        draft_s = 0.0
+        for row in rows:
+            assert told.get(row.key, 0) == row.start, "the profile tells what was committed in order"
+            told[row.key] = row.start + len(row.feed)
+            draft_s = max(draft_s, row.k * (0.001 + 1e-4 * len(rows)))
+        draft_s += 1e-5 * sum(len(row.feed) for row in rows)
+        for key in released:
+            del told[key]
+        return Answer(1, 1, tuple(AnswerRow((1,) * row.k) for row in rows), draft_s, handoff_s=4e-5)
+
+    table = profile_draft(ask, UNMEASURED, max_rows=16, max_k=5)
+    assert not told, "nothing is left in the draft"
+    assert abs(table.pass_s[0] - 0.0011) < 1e-4
+    assert abs(table.pass_s[4] - 0.0026) < 1e-4
+    assert table.pass_s[-1] > table.pass_s[4]
+    assert abs(table.feed_s - 1e-5) < 1e-6
+    assert table.handoff_s == 4e-5
+
+
+def test_a_table_is_found_again_only_by_the_same_engine(tmp_path: Path) -> None:
+    table = CostTable(tuple(0.001 * x for x in ROW_KNOTS), (0.0,) * len(BATCH_KNOTS), context_s=1e-7)
+    cache = TableCache(tmp_path / "costs", {"model": "a"})
+    assert cache.load() is None
+    cache.store(table)
+    assert TableCache(tmp_path / "costs", {"model": "a"}).load() == table
+    assert TableCache(tmp_path / "costs", {"model": "b"}).load() is None
+    for damaged in (b"", b"{}", b'{"verify_s": [1], "pass_s": [1]}', b"\xff\x00"):
+        (kept,) = (tmp_path / "costs").iterdir()
+        kept.write_bytes(damaged)
+        assert cache.load() is None
