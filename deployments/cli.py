@@ -15,7 +15,7 @@ from typing import Any
 from autoscale.comparison import FIXED_COLUMNS, compare
 from autoscale.simulate import HARDWARE, WORKLOADS
 from deployments import yaml_config
-from distill.cli import add_distill_parser
+from distill.options import add_distill_parser
 from engine.errors import PacelineError
 
 NGRAM, NO_DRAFT = "ngram", "none"
