@@ -4,15 +4,18 @@ Owns which route does what and the order of checks. Everything it needs comes in
 construction or later, so it runs the same inside a Serve replica, under uvicorn and in a test. Does not know Ray or
 how tokens are made.
 
-    body -> protocol -> generation.make_submit -> EngineClient -> generation.read_pieces -> responses -> (sse ->) client
+    body -> protocol -> generation.make_submits -> EngineClient -> generation.read_pieces -> (fanout ->) answers
+         -> (sse ->) client
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 from fastapi import FastAPI
@@ -22,27 +25,24 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from deployments.answers import AnswerWriter, ChatFormat, CompletionFormat, join
 from deployments.connection import ClientGone, RequestContext, read_body, while_connected
-from deployments.detokenizer import TextStream
 from deployments.engine_client import EngineClient, Health
-from deployments.generation import ApiLimits, RunningId, RunningIds, make_submit, read_pieces
+from deployments.fanout import merge
+from deployments.generation import ApiLimits, RunningId, RunningIds, make_choice, make_submits, read_pieces
 from deployments.http_errors import ModelNotFound, from_validation, routing_error, to_http
-from deployments.protocol import ChatBody, CompletionBody
-from deployments.responses import (
-    AnswerWriter,
-    ChatFormat,
-    CompletionFormat,
-    HealthReport,
-    ModelCard,
-    ModelList,
-    Piece,
-)
+from deployments.openapi import openapi_document
+from deployments.protocol import ChatBody, CompletionBody, DetokenizeBody, ModelBody, TokenizeBody, TokenizeChatBody
+from deployments.responses import HealthReport, ModelCard, ModelList, Piece
 from deployments.sse import EventStreamResponse, event_bytes
 from deployments.text import TextCodec
+from deployments.tokenization import detokenize, has_messages, tokenize
 from engine.errors import EngineError, EngineUnavailable, PacelineError
 from engine.request import Submit
 
 __all__ = ["ApiDependencies", "ApiLimits", "attach", "build_api"]
+
+B = TypeVar("B", bound=ModelBody)
 
 CLIENT_GONE_STATUS = 499
 """For logs only: nobody reads it."""
@@ -77,6 +77,9 @@ def build_api(dependencies: ApiDependencies | None = None) -> FastAPI:
     app.add_api_route("/v1/models/{model_id:path}", _get_model, methods=["GET"])
     app.add_api_route("/v1/chat/completions", _chat_completions, methods=["POST"])
     app.add_api_route("/v1/completions", _completions, methods=["POST"])
+    app.add_api_route("/tokenize", _tokenize, methods=["POST"])
+    app.add_api_route("/detokenize", _detokenize, methods=["POST"])
+    app.add_api_route("/openapi.json", _openapi, methods=["GET"])
     app.state.dependencies = dependencies
     return app
 
@@ -113,72 +116,123 @@ async def _get_model(request: Request, model_id: str) -> Response:
 
 
 async def _chat_completions(request: Request) -> Response:
-    return await _generate(request, ChatBody, ChatFormat())
+    return await _generate(request, ChatBody)
 
 
 async def _completions(request: Request) -> Response:
-    return await _generate(request, CompletionBody, CompletionFormat())
+    return await _generate(request, CompletionBody)
 
 
-async def _generate(
-    request: Request, body_type: type[ChatBody | CompletionBody], answer_format: ChatFormat | CompletionFormat
-) -> Response:
+async def _tokenize(request: Request) -> Response:
     dependencies = _dependencies(request)
-    limits = dependencies.limits
-    raw = await read_body(request, max_bytes=limits.max_body_bytes)
-    running = dependencies.running.claim(request.state.request_id)
+    raw = await read_body(request, max_bytes=dependencies.limits.max_body_bytes)
+    return _json(await asyncio.to_thread(_tokenize_raw, raw, dependencies))
+
+
+def _tokenize_raw(raw: bytes, dependencies: ApiDependencies) -> bytes:
+    body_type: type[TokenizeBody | TokenizeChatBody] = TokenizeChatBody if has_messages(raw) else TokenizeBody
+    body = _parse(raw, body_type, dependencies)
+    return msgspec.json.encode(tokenize(body, dependencies.codec, dependencies.limits))
+
+
+async def _detokenize(request: Request) -> Response:
+    dependencies = _dependencies(request)
+    raw = await read_body(request, max_bytes=dependencies.limits.max_body_bytes)
+    return _json(await asyncio.to_thread(_detokenize_raw, raw, dependencies))
+
+
+def _detokenize_raw(raw: bytes, dependencies: ApiDependencies) -> bytes:
+    body = _parse(raw, DetokenizeBody, dependencies)
+    return msgspec.json.encode(detokenize(body, dependencies.codec, dependencies.limits))
+
+
+async def _openapi(request: Request) -> Response:
+    del request
+    return _json(await asyncio.to_thread(openapi_document))
+
+
+async def _generate(request: Request, body_type: type[ChatBody | CompletionBody]) -> Response:
+    dependencies = _dependencies(request)
+    raw = await read_body(request, max_bytes=dependencies.limits.max_body_bytes)
+    claims = [dependencies.running.claim(request.state.request_id)]
     try:
-        if len(raw) > limits.inline_body_bytes:
-            body, submit = await asyncio.to_thread(_prepare, raw, body_type, running.request_id, dependencies)
-        else:
-            body, submit = _prepare(raw, body_type, running.request_id, dependencies)
-        text = TextStream(dependencies.codec.detokenizer(), body.stop)
-        pieces = _run(dependencies.client_provider(), submit, text, running)
-        writer = AnswerWriter(
-            answer_format,
-            request_id=running.request_id,
-            created=int(time.time()),
-            model=dependencies.model_name,
-            system_fingerprint=dependencies.system_fingerprint,
-            num_prompt=len(submit.prompt),
-        )
+        body, submits = await _prepare(raw, body_type, claims[0].request_id, dependencies)
+        claims += [dependencies.running.claim(submit.request_id) for submit in submits[1:]]
+        pieces = _run(body, submits, claims, dependencies)
+        writer = _writer(body, submits, dependencies)
         if not body.stream:
             return _json(await while_connected(request.receive, _collect(pieces, writer)))
         # The first step decides the status line: what goes wrong before it is an ordinary error response.
         first = await while_connected(request.receive, _take(pieces))
     except BaseException:
-        running.release()
+        for claim in claims:
+            claim.release()
         raise
-    return EventStreamResponse(event_bytes(first, pieces, writer, includes_usage=body.includes_usage))
+    events = event_bytes(first, pieces, writer, includes_usage=body.includes_usage, includes_silent=body.streams_tokens)
+    return EventStreamResponse(events)
 
 
-def _prepare(
+async def _prepare(
     raw: bytes, body_type: type[ChatBody | CompletionBody], request_id: str, dependencies: ApiDependencies
-) -> tuple[ChatBody | CompletionBody, Submit]:
-    """Parse, check and tokenise. Runs in a thread for long bodies.
+) -> tuple[ChatBody | CompletionBody, tuple[Submit, ...]]:
+    """Parse, check and tokenise; in a thread where it may take long, because of its length or a grammar.
 
     Raises:
         InvalidRequest: naming the field.
     """
+    is_long = len(raw) > dependencies.limits.inline_body_bytes
+    if is_long:
+        body = await asyncio.to_thread(_parse, raw, body_type, dependencies)
+    else:
+        body = _parse(raw, body_type, dependencies)
+    make = partial(make_submits, body, request_id, dependencies.codec, dependencies.limits)
+    return body, await asyncio.to_thread(make) if is_long or body.needs_grammar else make()
+
+
+def _parse(raw: bytes, body_type: type[B], dependencies: ApiDependencies) -> B:
+    """Raises InvalidRequest, naming the field."""
     try:
         body = body_type.model_validate_json(raw)
     except ValidationError as error:
         raise from_validation(error.errors(include_url=False)) from None
     _check_model(body.model, dependencies)
-    return body, make_submit(body, request_id, dependencies.codec, dependencies.limits)
+    return body
+
+
+def _writer(body: ChatBody | CompletionBody, submits: Sequence[Submit], dependencies: ApiDependencies) -> AnswerWriter:
+    format_type = ChatFormat if isinstance(body, ChatBody) else CompletionFormat
+    return AnswerWriter(
+        format_type(dependencies.codec.name_of, body.num_logprobs or 0),
+        request_id=submits[0].request_id,
+        created=int(time.time()),
+        model=dependencies.model_name,
+        system_fingerprint=dependencies.system_fingerprint,
+        num_prompt=sum(len(submit.prompt) for submit in submits[:: body.num_choices]),
+        num_choices=len(submits),
+        choices_per_prompt=body.num_choices,
+    )
 
 
 async def _run(
-    client: EngineClient, submit: Submit, text: TextStream, running: RunningId
+    body: ChatBody | CompletionBody,
+    submits: Sequence[Submit],
+    claims: Sequence[RunningId],
+    dependencies: ApiDependencies,
 ) -> AsyncGenerator[Piece, None]:
-    """The pieces of one request; its id is free again when they end."""
-    pieces = read_pieces(client.generate(submit), text)
+    """The pieces of all answers; their ids are free again when they end."""
+    client = dependencies.client_provider()
+    sources = []
+    for index, (submit, claim) in enumerate(zip(submits, claims, strict=True)):
+        choice = make_choice(body, submit, index, dependencies.codec)
+        sources.append(read_pieces(client.generate(replace(submit, request_id=claim.request_id)), choice))
+    pieces = sources[0] if len(sources) == 1 else merge(sources)
     try:
         async for piece in pieces:
             yield piece
     finally:
         await pieces.aclose()
-        running.release()
+        for claim in claims:
+            claim.release()
 
 
 async def _take(pieces: AsyncGenerator[Piece, None]) -> Piece:
@@ -186,15 +240,13 @@ async def _take(pieces: AsyncGenerator[Piece, None]) -> Piece:
 
 
 async def _collect(pieces: AsyncGenerator[Piece, None], writer: AnswerWriter) -> bytes:
-    texts = []
+    choices: list[list[Piece]] = [[] for _ in range(writer.num_choices)]
     try:
         async for piece in pieces:
-            texts.append(piece.text)
-            if piece.finish_reason is not None:
-                return writer.whole("".join(texts), piece, piece.finish_reason)
+            choices[piece.index].append(piece)
     finally:
         await pieces.aclose()
-    raise EngineError("The engine ended this request without a finish reason")
+    return writer.whole([join(choice) for choice in choices])
 
 
 def _check_model(name: str, dependencies: ApiDependencies) -> None:

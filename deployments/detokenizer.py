@@ -124,8 +124,9 @@ class _StopString:
         while matched and char != self.text[matched]:
             matched = self._fallback[matched - 1]
         matched += char == self.text[matched]
-        self.num_matched = matched
-        return matched == len(self.text)
+        is_complete = matched == len(self.text)
+        self.num_matched = self._fallback[-1] if is_complete else matched
+        return is_complete
 
 
 class StopChecker:
@@ -140,8 +141,12 @@ class StopChecker:
         self._held = ""
         self.is_stopped = False
 
-    def push(self, text: str) -> str:
-        """Text that may be shown: everything before a completed stop string, or before what may become one."""
+    def push(self, text: str, *, may_stop: bool = True) -> str:
+        """Text that may be shown: everything before a completed stop string, or before what may become one.
+
+        Args:
+            may_stop: False passes over stop strings that are completed in this text.
+        """
         if not self._stops:
             return text
         if self.is_stopped:
@@ -150,7 +155,7 @@ class StopChecker:
         offset = len(self._held) - len(text)
         for position, char in enumerate(text, start=offset + 1):
             completed = [len(stop.text) for stop in self._stops if stop.feed(char)]
-            if completed:
+            if completed and may_stop:
                 self.is_stopped = True
                 shown, self._held = self._held[: position - max(completed)], ""
                 return shown
@@ -181,25 +186,37 @@ class TextStream:
     Args:
         detokenizer: fresh, for this request.
         stops: stop strings, none empty.
+        min_tokens: a stop string completed before this many tokens is passed over.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = ()) -> None:
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = (), *, min_tokens: int = 0) -> None:
         self._detokenizer = detokenizer
         self._checker = StopChecker(stops)
         self._has_stops = bool(stops)
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self.num_decoded = 0
+        """Characters that the tokens so far spell, whether shown, held back or cut off."""
 
     def push(self, token_ids: Sequence[int], *, is_last: bool) -> TextPiece:
         """Add tokens in order; `is_last` says that no more will come, so that nothing stays held back."""
         if not self._has_stops:
-            text = self._detokenizer.push(token_ids)
-            if is_last:
-                text += self._detokenizer.finish()
+            text = self._decode(token_ids, is_last=is_last)
             return TextPiece(text, len(token_ids), is_stopped=False)
         shown = ""
         for index, token_id in enumerate(token_ids):
-            shown += self._checker.push(self._detokenizer.push((token_id,)))
+            self._num_tokens += 1
+            may_stop = self._num_tokens >= self._min_tokens
+            shown += self._checker.push(self._decode((token_id,), is_last=False), may_stop=may_stop)
             if self._checker.is_stopped:
                 return TextPiece(shown, index + 1, is_stopped=True)
         if is_last:
-            shown += self._checker.push(self._detokenizer.finish()) + self._checker.finish()
+            shown += self._checker.push(self._decode((), is_last=True)) + self._checker.finish()
         return TextPiece(shown, len(token_ids), is_stopped=self._checker.is_stopped)
+
+    def _decode(self, token_ids: Sequence[int], *, is_last: bool) -> str:
+        text = self._detokenizer.push(token_ids)
+        if is_last:
+            text += self._detokenizer.finish()
+        self.num_decoded += len(text)
+        return text

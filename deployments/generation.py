@@ -1,21 +1,26 @@
-"""From a request body to the engine and back to text.
+"""From a request body to the engine and back to pieces.
 
-Owns how a body becomes a Submit (prompt, defaults, what fits the context), how deltas become text with exact token
-counts, and the ids of requests that run. Does not know HTTP or the shape of answers.
+Owns how a body becomes Submits (prompts, defaults, what fits the context and the vocabulary), the reading of deltas,
+and the ids of requests that run. Does not know HTTP or the shape of answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from deployments.choice import ChoiceStream, Echo
 from deployments.detokenizer import TextStream
 from deployments.http_errors import ContextLengthExceeded
-from deployments.protocol import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody
-from deployments.responses import FinishReason, Piece
+from deployments.messages import Message, Tool
+from deployments.protocol import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody, ConversationBody
+from deployments.responses import Piece
+from deployments.structured import check_grammar
 from deployments.text import TextCodec
+from deployments.tools import forcing_grammar, make_parser
 from engine.errors import EngineError, EngineUnavailable, InvalidRequest
-from engine.request import Delta, SamplingParams, SpeculativeOptions, Submit
+from engine.request import Delta, GrammarSpec, SamplingParams, SpeculativeOptions, Submit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,32 +68,81 @@ class RunningIds:
         return len(self._ids)
 
 
-def encode_prompt(body: ChatBody | CompletionBody, codec: TextCodec, limits: ApiLimits) -> tuple[int, ...]:
-    """Token ids of the prompt, at least one.
+def encode_conversation(body: ConversationBody, codec: TextCodec, *, with_tools: bool) -> tuple[int, ...]:
+    """Token ids of a conversation.
+
+    Args:
+        with_tools: show the body's tools to the model.
 
     Raises:
-        InvalidRequest: field `prompt` or `messages`.
+        InvalidRequest: field `messages`, `tools` or `chat_template_kwargs`.
+    """
+    if with_tools and codec.tool_form is None:
+        raise InvalidRequest(
+            "tools cannot be used: this model's chat template defines no tools in a form that this server reads "
+            "(Hermes or Llama 3); leave them out or set tool_choice to 'none'",
+            field="tools",
+        )
+    index = next((i for i, turn in enumerate(body.messages) if turn.uses_tools), None)
+    if index is not None and codec.tool_form is None:
+        field = f"messages[{index}]." + ("role" if body.messages[index].role == "tool" else "tool_calls")
+        raise InvalidRequest(f"{field} cannot be shown: this model's chat template defines no tools", field=field)
+    return codec.encode_chat(
+        [Message.for_template(turn) for turn in body.messages],
+        tools=[Tool.for_template(tool) for tool in body.tools or ()] if with_tools else None,
+        begins_turn=body.begins_a_turn,
+        continues_last=bool(body.continue_final_message),
+        options=body.chat_template_kwargs,
+    )
+
+
+def encode_prompts(body: ChatBody | CompletionBody, codec: TextCodec, limits: ApiLimits) -> tuple[tuple[int, ...], ...]:
+    """Token ids of each prompt, at least one.
+
+    Raises:
+        InvalidRequest: field `prompt`, or one of those of a conversation.
     """
     if isinstance(body, ChatBody):
-        prompt = codec.encode_chat([{"role": turn.role, "content": turn.content} for turn in body.messages])
-        field = "messages"
-    else:
-        prompt = codec.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
-        field = "prompt"
+        prompt = encode_conversation(body, codec, with_tools=body.may_call_tools)
+        return (_checked(prompt, "messages", "messages", limits),)
+    prompts = []
+    for index, given in enumerate(body.prompt):
+        name = f"prompt[{index}]" if len(body.prompt) > 1 else "prompt"
+        prompt = codec.encode(given) if isinstance(given, str) else given
+        prompts.append(_checked(prompt, name, "prompt", limits))
+    return tuple(prompts)
+
+
+def _checked(prompt: tuple[int, ...], name: str, field: str, limits: ApiLimits) -> tuple[int, ...]:
+    """The prompt itself, if the model can take it. `name` says which one it is, `field` where it was given."""
     if not prompt:
-        raise InvalidRequest(f"{field} must hold at least one token; it is empty", field=field)
-    if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
-        index = next(i for i, token_id in enumerate(prompt) if not 0 <= token_id < limits.vocab_size)
         raise InvalidRequest(
-            f"{field}: token id {prompt[index]} at index {index} is outside 0 to {limits.vocab_size - 1}", field=field
+            f"{name} must hold at least one token; it is empty, or the model's vocabulary has no token for it",
+            field=field,
         )
+    check_ids(prompt, name, field, limits)
     if len(prompt) >= limits.max_model_len:
         raise ContextLengthExceeded(
-            f"The context holds {limits.max_model_len} tokens, but {field} has {len(prompt)}, "
+            f"The context holds {limits.max_model_len} tokens, but {name} has {len(prompt)}, "
             "which leaves no room for an answer; shorten it",
             field=field,
         )
     return prompt
+
+
+def check_ids(token_ids: Sequence[int], name: str, field: str, limits: ApiLimits) -> None:
+    """Refuse ids that the model does not have.
+
+    Raises:
+        InvalidRequest: field `field`.
+    """
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= limits.vocab_size):
+        index = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < limits.vocab_size)
+        given = token_ids[index]
+        shown = given if abs(given) < 10**18 else "a very large number"
+        raise InvalidRequest(
+            f"{name}: token id {shown} at index {index} is outside 0 to {limits.vocab_size - 1}", field=field
+        )
 
 
 def choose_max_tokens(body: ChatBody | CompletionBody, num_prompt: int, limits: ApiLimits) -> int:
@@ -111,32 +165,115 @@ def choose_max_tokens(body: ChatBody | CompletionBody, num_prompt: int, limits: 
     return requested
 
 
-def make_submit(body: ChatBody | CompletionBody, request_id: str, codec: TextCodec, limits: ApiLimits) -> Submit:
-    """The engine's view of a body. Costs time linear in the prompt; safe in a thread.
+def make_submits(
+    body: ChatBody | CompletionBody, request_id: str, codec: TextCodec, limits: ApiLimits
+) -> tuple[Submit, ...]:
+    """The engine's view of a body: for each prompt in order, a submit per choice. Safe in a thread.
+
+    The first has the request's id, the others have their index appended. Costs time linear in the prompts, and
+    milliseconds more where there is a grammar.
 
     Raises:
         InvalidRequest: naming the field.
     """
-    prompt = encode_prompt(body, codec, limits)
-    speculative = body.speculative
-    return Submit(
-        request_id=request_id,
-        prompt=prompt,
-        sampling=SamplingParams(
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            max_tokens=choose_max_tokens(body, len(prompt), limits),
-            seed=body.seed,
-            stop_token_ids=codec.eos_token_ids,
-        ),
-        speculative=SpeculativeOptions()
-        if speculative is None
-        else SpeculativeOptions(enabled=speculative.enabled, max_k=speculative.max_k),
+    prompts = encode_prompts(body, codec, limits)
+    grammar = choose_grammar(body, codec)
+    speculative = SpeculativeOptions()
+    if body.speculative is not None:
+        speculative = SpeculativeOptions(enabled=body.speculative.enabled, max_k=body.speculative.max_k)
+    shared = _sampling(body, codec, limits)
+    submits: list[Submit] = []
+    for prompt in prompts:
+        max_tokens = choose_max_tokens(body, len(prompt), limits)
+        min_tokens = body.min_tokens or 0
+        if min_tokens > max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {min_tokens}, but at most {max_tokens} tokens are generated", field="min_tokens"
+            )
+        for number in range(body.num_choices):
+            index = len(submits)
+            sampling = SamplingParams(
+                # Scoring a prompt still takes one step, whose token is dropped.
+                max_tokens=max(max_tokens, 1),
+                min_tokens=min_tokens,
+                seed=None if body.seed is None else _next_seed(body.seed, number),
+                grammar=grammar,
+                **shared,
+            )
+            name = f"{request_id}-{index}" if index else request_id
+            submits.append(Submit(request_id=name, prompt=prompt, sampling=sampling, speculative=speculative))
+    return tuple(submits)
+
+
+def _sampling(body: ChatBody | CompletionBody, codec: TextCodec, limits: ApiLimits) -> Mapping[str, Any]:
+    """Options that all choices share, by the names of SamplingParams."""
+    check_ids([token_id for token_id, _ in body.logit_bias], "logit_bias", "logit_bias", limits)
+    check_ids(body.stop_token_ids, "stop_token_ids", "stop_token_ids", limits)
+    stops = () if body.ignore_eos else codec.eos_token_ids
+    has_echo = isinstance(body, CompletionBody) and body.echo
+    return {
+        "temperature": _or(body.temperature, 1.0),
+        "top_p": _or(body.top_p, 1.0),
+        "top_k": max(body.top_k or 0, 0),
+        "min_p": _or(body.min_p, 0.0),
+        "presence_penalty": _or(body.presence_penalty, 0.0),
+        "frequency_penalty": _or(body.frequency_penalty, 0.0),
+        "repetition_penalty": _or(body.repetition_penalty, 1.0),
+        "logit_bias": body.logit_bias,
+        "stop_token_ids": tuple(dict.fromkeys((*stops, *body.stop_token_ids))),
+        "num_logprobs": body.num_logprobs,
+        "num_prompt_logprobs": body.num_logprobs if has_echo else None,
+    }
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _next_seed(seed: int, number: int) -> int:
+    """The seed of a choice, within 64 bits."""
+    return (seed + number + 2**63) % 2**64 - 2**63
+
+
+def choose_grammar(body: ChatBody | CompletionBody, codec: TextCodec) -> GrammarSpec | None:
+    """The grammar that a body asks for, checked: its own, or that of the tools it requires.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    field, grammar = next(iter(body.grammars()), ("tool_choice", None))
+    if grammar is not None:
+        check_grammar(grammar, field)
+    elif isinstance(body, ChatBody) and body.tool_mode.mode in ("required", "named") and codec.tool_form is not None:
+        is_parallel = body.tool_mode.mode == "required" and body.parallel_tool_calls is not False
+        grammar = forcing_grammar(codec.tool_form, body.tools or (), body.tool_mode, is_parallel=is_parallel)
+    if grammar is not None and body.ignore_eos:
+        raise InvalidRequest(f"ignore_eos cannot be combined with {field}, whose text has an end", field="ignore_eos")
+    return grammar
+
+
+def make_choice(body: ChatBody | CompletionBody, submit: Submit, index: int, codec: TextCodec) -> ChoiceStream:
+    """The state of one answer to a body."""
+    parser, echo = None, None
+    if isinstance(body, ChatBody) and body.may_call_tools and codec.tool_form is not None:
+        parser = make_parser(codec.tool_form, {tool.function.name for tool in body.tools or ()})
+    if isinstance(body, CompletionBody) and body.echo:
+        echo = Echo(submit.prompt, codec.detokenizer())
+    return ChoiceStream(
+        TextStream(codec.detokenizer(), body.stop, min_tokens=submit.sampling.min_tokens),
+        index=index,
+        by_token=body.streams_tokens,
+        has_logprobs=body.num_logprobs is not None,
+        hidden_stops=frozenset(body.stop_token_ids),
+        parser=parser,
+        is_parallel=not isinstance(body, ChatBody) or body.parallel_tool_calls is not False,
+        echo=echo,
+        has_answer=body.requested_max_tokens != 0,
     )
 
 
-async def read_pieces(deltas: AsyncGenerator[Delta, None], text: TextStream) -> AsyncGenerator[Piece, None]:
-    """A piece per delta, the last with `finish_reason`; ends, is closed or is cancelled together with `deltas`.
+async def read_pieces(deltas: AsyncGenerator[Delta, None], choice: ChoiceStream) -> AsyncGenerator[Piece, None]:
+    """The pieces of one answer, the last with `finish_reason`; ends, is closed or is cancelled with `deltas`.
 
     A stop string closes `deltas` before the last piece is handed on, so a slow client never keeps the engine busy.
 
@@ -144,27 +281,19 @@ async def read_pieces(deltas: AsyncGenerator[Delta, None], text: TextStream) -> 
         EngineError: the engine reported an error, or ended without a reason.
         EngineUnavailable: the engine gave the request up.
     """
-    num_completion = 0
     try:
         async for delta in deltas:
             if delta.finish_reason == "error":
                 raise EngineError(delta.error or "The engine failed on this request")
             if delta.finish_reason == "abort":
                 raise EngineUnavailable("The engine gave this request up; send it again")
-            piece = text.push(delta.token_ids, is_last=delta.finish_reason is not None)
-            num_completion += piece.num_tokens
-            finish_reason: FinishReason | None = "stop" if piece.is_stopped else delta.finish_reason
-            if finish_reason is not None:
+            pieces = choice.push(delta)
+            is_over = bool(pieces) and pieces[-1].finish_reason is not None
+            if is_over:
                 await deltas.aclose()
-            yield Piece(
-                text=piece.text,
-                finish_reason=finish_reason,
-                num_completion=num_completion,
-                num_cached=delta.num_cached,
-                num_drafted=delta.num_drafted,
-                num_accepted=delta.num_accepted,
-            )
-            if finish_reason is not None:
+            for piece in pieces:
+                yield piece
+            if is_over:
                 return
         raise EngineError("The engine ended this request without a finish reason")
     finally:

@@ -124,7 +124,8 @@ def from_validation(details: Sequence[Mapping[str, Any]]) -> InvalidRequest:
     if first["type"] == "json_invalid":
         return InvalidRequest(f"The body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
     context = first.get("ctx", {})
-    field = _field_name(first["loc"]) or context.get("field")
+    named = context.get("field")  # Below `loc`, where the fault only shows when several fields are seen together.
+    field = _field_name((*first["loc"], named) if named else first["loc"])
     if field is None:
         return InvalidRequest("The body must be a JSON object")
     return InvalidRequest(_describe(first, field), field=field)

@@ -1,182 +1,161 @@
 """What clients may send: the OpenAI request bodies that this server understands, option by option.
 
-Owns names, types and bounds of request fields. An option that is not known is refused; one that is known but not
-supported yet is accepted only with a value that changes nothing. Does not know the tokenizer, the engine or HTTP.
-Answers are in `responses`.
+Owns which fields each body has and which of them go together. An option that is not known is refused; one that is
+known but not supported is accepted only with a value that changes nothing. Does not know the tokenizer, the engine or
+HTTP. Types of fields are in `fields`, turns and tools in `messages`, grammars in `structured`; answers in `responses`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, model_validator
 
+from deployments.fields import (
+    MAX_CHOICES,
+    Absent,
+    Body,
+    Ids,
+    LogitBias,
+    MaxTokens,
+    MinP,
+    MinTokens,
+    NumChoices,
+    Only,
+    Penalty,
+    PlainValue,
+    Prompts,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    StopIds,
+    Temperature,
+    TopK,
+    TopP,
+    field_error,
+)
+from deployments.messages import Message, ToolChoice, ToolChoiceField, Tools, check_tools
+from deployments.structured import GuidedFields, ResponseFormat, response_grammar
 from engine.config import MAX_K
+from engine.request import GrammarSpec
 
-MAX_STOPS = 4
-MAX_STOP_LEN = 1024
-"""Characters of one stop string."""
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens in /v1/completions."""
+MAX_TOP_LOGPROBS = 20
+MAX_COMPLETION_LOGPROBS = 5
+MAX_TEMPLATE_KWARGS = 16
+
+ModelName = Annotated[str, Field(description="The name this server gives its model; see /v1/models.")]
 
 
-def _error(message: str) -> PydanticCustomError:
-    # Braces would be read as placeholders, and clients' own text may hold some.
-    return PydanticCustomError("invalid_value", "{message}", {"message": message})
+class ModelBody(Body):
+    """Any body: it says which model it is for."""
+
+    model: ModelName
 
 
-def _only(*neutral: Any) -> Callable[[Any], Any]:
-    """Refuse every value that would have an effect; null never has one."""
-
-    def check(value: Any) -> Any:
-        for allowed in neutral:
-            if value == allowed and isinstance(value, bool) == isinstance(allowed, bool):
-                return value
-        if value is None:
-            return value
-        hint = " or ".join(repr(allowed) for allowed in neutral)
-        raise _error("is not supported yet; leave it out" + (f" or set it to {hint}" if hint else ""))
-
-    return check
-
-
-def _parse_content(value: Any) -> str:
-    """Text of a message: a string, or text parts joined by newlines."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise _error("must be a string or a list of text parts")
-    if not value:
-        raise _error("must have at least one part")
-    texts = []
-    for index, part in enumerate(value):
-        if not isinstance(part, dict):
-            raise _error(f'part {index} must be an object like {{"type": "text", "text": "..."}}')
-        if part.get("type") != "text":
-            raise _error(
-                f"part {index} has type {part.get('type')!r}; only 'text' is supported yet (no images or audio)"
-            )
-        if set(part) != {"type", "text"} or not isinstance(part["text"], str):
-            raise _error(f"part {index} must have exactly the fields 'type' and 'text', and 'text' must be a string")
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-def _parse_prompt(value: Any) -> str | tuple[int, ...]:
-    """One prompt: text or token ids; a list that holds just one prompt is that prompt."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise _error("must be a string or a list of token ids")
-    if not value:
-        raise _error("must not be empty")
-    if any(isinstance(item, str | list) for item in value):
-        if len(value) > 1:
-            raise _error(f"holds {len(value)} prompts; only one prompt per request is supported yet")
-        return _parse_prompt(value[0])
-    for index, item in enumerate(value):
-        if type(item) is not int:
-            raise _error(f"must hold token ids only; item {index} is {item!r}")
-    return tuple(value)
-
-
-def _parse_stop(value: Any) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise _error("must be a string or a list of strings")
-    if len(stops) > MAX_STOPS:
-        raise _error(f"holds {len(stops)} strings; at most {MAX_STOPS} are allowed")
-    for index, stop in enumerate(stops):
-        if not 1 <= len(stop) <= MAX_STOP_LEN:
-            raise _error(f"string {index} has {len(stop)} characters; allowed are 1 to {MAX_STOP_LEN}")
-    return tuple(dict.fromkeys(stops))
-
-
-Content = Annotated[str, PlainValidator(_parse_content)]
-Prompt = Annotated[str | tuple[int, ...], PlainValidator(_parse_prompt)]
-Stop = Annotated[tuple[str, ...], PlainValidator(_parse_stop)]
-Absent = Annotated[Any, AfterValidator(_only())]
-"""Known to OpenAI, not to us yet: null only."""
-MaxTokens = Annotated[int, Field(ge=1, lt=2**31)]
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class SpeculativeBody(_Body):
+class SpeculativeBody(Body):
     """A client's say in drafting for its own request."""
 
     enabled: bool = True
     max_k: Annotated[int, Field(ge=0, le=MAX_K)] | None = None
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool | None = None
-    include_obfuscation: Annotated[Any, AfterValidator(_only(False))] = None
+    include_obfuscation: Annotated[Any, Only(False)] = None
 
 
-class Message(_Body):
-    """One turn. Fields of an answer that were null come back as null from clients that keep the object."""
-
-    role: Literal["system", "user", "assistant"]
-    content: Content
-    name: Absent = None
-    refusal: Absent = None
-    audio: Absent = None
-    annotations: Annotated[Any, AfterValidator(_only([]))] = None
-    tool_calls: Annotated[Any, AfterValidator(_only([]))] = None
-    function_call: Absent = None
-
-
-class GenerationBody(_Body):
+class GenerationBody(ModelBody, GuidedFields):
     """What both kinds of generation share."""
 
-    model: str
-    max_tokens: MaxTokens | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: LogitBias = ()
+    seed: Seed | None = None
+    min_tokens: MinTokens | None = None
     stop: Stop = ()
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop_token_ids: StopIds = ()
+    ignore_eos: bool | None = None
+    n: NumChoices | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    stream_granularity: Literal["step", "token"] | None = None
     user: str | None = None
     """A label of the client's own; it has no effect on the output."""
     speculative: SpeculativeBody | None = None
 
-    n: Annotated[Any, AfterValidator(_only(1))] = None
-    presence_penalty: Annotated[Any, AfterValidator(_only(0))] = None
-    frequency_penalty: Annotated[Any, AfterValidator(_only(0))] = None
-    logit_bias: Annotated[Any, AfterValidator(_only({}))] = None
-
     @model_validator(mode="after")
-    def _stream_options_need_a_stream(self) -> Self:
+    def _shared_fields_go_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise _field_error("stream_options", "is only allowed when 'stream' is true")
+            raise field_error("stream_options", "is only allowed when 'stream' is true")
+        if self.stream_granularity == "token" and not self.stream:
+            raise field_error("stream_granularity", "is only allowed when 'stream' is true")
+        asked = [field for field, _ in self.grammars()]
+        if len(asked) > 1:
+            raise field_error(asked[1], f"cannot be combined with {asked[0]}; use one of them")
         return self
+
+    @property
+    def needs_grammar(self) -> bool:
+        return next(self.grammars(), None) is not None
+
+    @property
+    def num_choices(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
 
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def streams_tokens(self) -> bool:
+        return self.stream_granularity == "token"
 
-class ChatBody(GenerationBody):
-    """/v1/chat/completions."""
+
+class ConversationBody(Body):
+    """A conversation and how the model's template turns it into a prompt."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: MaxTokens | None = None
+    tools: Tools | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, PlainValue], Field(max_length=MAX_TEMPLATE_KWARGS)] | None = None
 
-    logprobs: Annotated[Any, AfterValidator(_only(False))] = None
-    top_logprobs: Absent = None
-    response_format: Annotated[Any, AfterValidator(_only({"type": "text"}))] = None
-    modalities: Annotated[Any, AfterValidator(_only(["text"]))] = None
-    tools: Annotated[Any, AfterValidator(_only([]))] = None
-    tool_choice: Annotated[Any, AfterValidator(_only("none"))] = None
-    parallel_tool_calls: Absent = None
+    @model_validator(mode="after")
+    def _the_end_is_clear(self) -> Self:
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                raise field_error("continue_final_message", "cannot be combined with add_generation_prompt")
+            if self.messages[-1].role != "assistant" or not self.messages[-1].content:
+                raise field_error("continue_final_message", "needs a last message of role 'assistant' with content")
+        return self
+
+    @property
+    def begins_a_turn(self) -> bool:
+        """Whether the prompt ends where the assistant's turn begins."""
+        return not self.continue_final_message and self.add_generation_prompt is not False
+
+
+class ChatBody(ConversationBody, GenerationBody):
+    """/v1/chat/completions."""
+
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    tool_choice: ToolChoiceField = None
+    parallel_tool_calls: bool | None = None
+
+    modalities: Annotated[Any, Only(["text"])] = None
     functions: Absent = None
     function_call: Absent = None
     audio: Absent = None
@@ -184,18 +163,53 @@ class ChatBody(GenerationBody):
     reasoning_effort: Absent = None
     verbosity: Absent = None
     web_search_options: Absent = None
-    service_tier: Annotated[Any, AfterValidator(_only("auto", "default"))] = None
+    moderation: Absent = None
+    service_tier: Annotated[Any, Only("auto", "default")] = None
     metadata: Absent = None
-    store: Annotated[Any, AfterValidator(_only(False))] = None
+    store: Annotated[Any, Only(False)] = None
     safety_identifier: Absent = None
     prompt_cache_key: Absent = None
+    prompt_cache_options: Absent = None
+    prompt_cache_retention: Absent = None
 
     @model_validator(mode="after")
-    def _one_max_tokens(self) -> Self:
+    def _fields_go_together(self) -> Self:
         both = (self.max_completion_tokens, self.max_tokens)
         if None not in both and both[0] != both[1]:
-            raise _field_error("max_tokens", f"is {both[1]}, but max_completion_tokens is {both[0]}; set one of them")
+            raise field_error("max_tokens", f"is {both[1]}, but max_completion_tokens is {both[0]}; set one of them")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise field_error("top_logprobs", "is only allowed when 'logprobs' is true")
+        check_tools(self.tools or [], self.tool_choice)
+        if self.parallel_tool_calls is not None and not self.tools:
+            raise field_error("parallel_tool_calls", "is only allowed when 'tools' are given")
+        grammar_field = next((field for field, _ in self.grammars()), None)
+        if self.may_call_tools and grammar_field is not None:
+            raise field_error(grammar_field, "cannot be combined with tools, unless tool_choice is 'none'")
         return self
+
+    def grammars(self) -> Iterator[tuple[str, GrammarSpec]]:
+        grammar = response_grammar(self.response_format)
+        if grammar is not None:
+            yield "response_format", grammar
+        yield from super().grammars()
+
+    @property
+    def needs_grammar(self) -> bool:
+        return self.tool_mode.mode in ("required", "named") or super().needs_grammar
+
+    @property
+    def tool_mode(self) -> ToolChoice:
+        """The choice in force: `auto` where tools are given and nothing is said."""
+        return self.tool_choice or ToolChoice("auto" if self.tools else "none")
+
+    @property
+    def may_call_tools(self) -> bool:
+        return self.tool_mode.mode != "none"
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to report with each token; None reports nothing."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def requested_max_tokens(self) -> int | None:
@@ -210,12 +224,31 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """/v1/completions."""
 
-    prompt: Prompt
-
-    best_of: Annotated[Any, AfterValidator(_only(1))] = None
-    echo: Annotated[Any, AfterValidator(_only(False))] = None
-    logprobs: Absent = None
+    prompt: Prompts
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
+    best_of: NumChoices | None = None
     suffix: Absent = None
+
+    @model_validator(mode="after")
+    def _fields_go_together(self) -> Self:
+        if self.best_of is not None and self.best_of != self.num_choices:
+            raise field_error(
+                "best_of", f"is {self.best_of}, but n is {self.num_choices}; choosing among answers is not supported"
+            )
+        if self.max_tokens == 0 and not self.echo:
+            raise field_error("max_tokens", "may only be 0 together with 'echo'; set it to 1 or more")
+        if len(self.prompt) * self.num_choices > MAX_CHOICES:
+            raise field_error(
+                "n",
+                f"is {self.n} for {len(self.prompt)} prompts; at most {MAX_CHOICES} answers per request are allowed",
+            )
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
     @property
     def requested_max_tokens(self) -> int | None:
@@ -226,6 +259,18 @@ class CompletionBody(GenerationBody):
         return "max_tokens"
 
 
-def _field_error(field: str, message: str) -> PydanticCustomError:
-    """An error of one field that only shows when several are seen together."""
-    return PydanticCustomError("invalid_value", "{message}", {"message": message, "field": field})
+class TokenizeBody(ModelBody):
+    """/tokenize of a text."""
+
+    prompt: str
+    add_special_tokens: bool | None = None
+
+
+class TokenizeChatBody(ConversationBody, ModelBody):
+    """/tokenize of a conversation."""
+
+
+class DetokenizeBody(ModelBody):
+    """/detokenize."""
+
+    tokens: Ids

@@ -14,9 +14,10 @@ from collections.abc import AsyncGenerator
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from deployments.answers import AnswerWriter
 from deployments.connection import cancel, until_disconnect
 from deployments.http_errors import to_http
-from deployments.responses import AnswerWriter, Piece
+from deployments.responses import Piece
 from engine.errors import PacelineError
 
 logger = logging.getLogger(__name__)
@@ -30,28 +31,40 @@ def frame(data: bytes) -> bytes:
 
 
 async def event_bytes(
-    first: Piece, pieces: AsyncGenerator[Piece, None], writer: AnswerWriter, *, includes_usage: bool
+    first: Piece,
+    pieces: AsyncGenerator[Piece, None],
+    writer: AnswerWriter,
+    *,
+    includes_usage: bool,
+    includes_silent: bool = False,
 ) -> AsyncGenerator[bytes, None]:
-    """Bytes to send, one item per step: a chunk that carries all text of the step.
+    """Bytes to send, one item per piece: a chunk that carries all of it.
 
-    A step that shows nothing and ends nothing gives no event. The last item holds the final chunk, the usage chunk
+    A piece that shows nothing and ends nothing gives no event. The last item holds the final chunk, the usage chunk
     where it was asked for, and [DONE]. An error is an event of its own and the end: no [DONE] after it.
 
     Args:
         first: already taken from `pieces`, so that an early error could still become a status line.
+        includes_silent: send a chunk also for pieces that show nothing.
     """
     piece = first
-    is_first = True
+    begun: set[int] = set()
+    lasts: dict[int, Piece] = {}
     try:
-        while piece.finish_reason is None:
-            if piece.text:
-                yield frame(writer.chunk(piece, is_first=is_first, includes_usage=includes_usage))
-                is_first = False
+        while True:
+            if includes_silent or not piece.is_silent:
+                is_first = piece.index not in begun
+                data = frame(writer.chunk(piece, is_first=is_first, includes_usage=includes_usage))
+                begun.add(piece.index)
+                if piece.finish_reason is not None:
+                    lasts[piece.index] = piece
+                if len(lasts) == writer.num_choices:
+                    break
+                yield data
             piece = await anext(pieces)
-        last = frame(writer.chunk(piece, is_first=is_first, includes_usage=includes_usage))
         if includes_usage:
-            last += frame(writer.usage_chunk(piece))
-        yield last + DONE
+            data += frame(writer.usage_chunk([lasts[index] for index in sorted(lasts)]))
+        yield data + DONE
     except PacelineError as error:
         yield frame(to_http(error).body)
     except Exception as error:

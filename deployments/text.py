@@ -6,17 +6,24 @@ threads at once. Does not know requests, limits or streams; the state of a strea
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from tokenizers import Tokenizer, decoders
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from deployments.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from deployments.logprobs import TokenName
+from deployments.tools import ToolForm, detect_form
 from engine.errors import ConfigError, InvalidRequest
+
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+_TEMPLATE_NAMES = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
+"""Names that a client may not give a meaning of its own."""
 
 
 class TextCodec:
@@ -43,6 +50,9 @@ class TextCodec:
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self._hidden = frozenset(self.eos_token_ids)
+        self._special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self._names: dict[int, TokenName] = {}
+        self._tool_form = _tool_form(tokenizer)
         is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self._token_bytes = None if use_window or not is_byte_level else _token_bytes(backend, self._hidden)
 
@@ -65,20 +75,47 @@ class TextCodec:
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        """Token ids of a conversation in the model's chat template, ready for the assistant's turn.
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        begins_turn: bool = True,
+        continues_last: bool = False,
+        options: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:
+        """Token ids of a conversation in the model's chat template.
+
+        Text that spells a special token becomes that token, in messages as in the template itself.
 
         Args:
-            messages: each with `role` and `content`.
+            messages: each with `role` and `content`, and what else the template knows.
+            tools: definitions that the template may show.
+            begins_turn: end where the assistant's turn begins.
+            continues_last: end inside the last message instead.
+            options: further names that the template may read.
 
         Raises:
-            InvalidRequest: field `messages`; the template refuses them, or the model has none.
+            InvalidRequest: field `messages`; the template refuses them, or the model has none. Field
+                `chat_template_kwargs`: a name that is taken.
         """
         if not self._tokenizer.chat_template:
             raise InvalidRequest("This model has no chat template; use /v1/completions", field="messages")
+        taken = next((name for name in options or () if name in _TEMPLATE_NAMES), None)
+        if taken is not None:
+            raise InvalidRequest(
+                f"chat_template_kwargs must not hold {taken!r}, which has another meaning", field="chat_template_kwargs"
+            )
         try:
-            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except jinja2.TemplateError as error:
+            text = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) if tools else None,
+                tokenize=False,
+                add_generation_prompt=begins_turn,
+                continue_final_message=continues_last,
+                **(options or {}),
+            )
+        except Exception as error:
             raise InvalidRequest(f"The model's chat template refuses messages: {error}", field="messages") from error
         return self.encode(text, add_special_tokens=False)
 
@@ -86,6 +123,34 @@ class TextCodec:
         """Text of all ids at once, special tokens and EOS left out; bytes that are not UTF-8 become U+FFFD."""
         shown = [i for i in token_ids if i not in self._hidden]
         return self._backend.decode(shown, skip_special_tokens=True)
+
+    def name_of(self, token_id: int) -> TokenName:
+        """How a token is spelt by itself. Costs time once per token."""
+        name = self._names.get(token_id)
+        if name is None:
+            name = self._names.setdefault(token_id, self._spell(token_id))
+        return name
+
+    def _spell(self, token_id: int) -> TokenName:
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return TokenName(f"token_id:{token_id}", None)
+        if token_id in self._hidden or token_id in self._special:
+            return TokenName(token, None)
+        if self._token_bytes is not None:
+            raw = self._token_bytes[token_id]
+        elif _BYTE_TOKEN.fullmatch(token):
+            raw = bytes((int(token[3:5], 16),))
+        else:
+            # A token at the beginning may lose its leading space, so it is decoded after another.
+            anchor = self.encode("a", add_special_tokens=False)
+            raw = self.decode([*anchor, token_id])[len(self.decode(anchor)) :].encode()
+        return TokenName(raw.decode("utf-8", errors="replace"), raw)
+
+    @property
+    def tool_form(self) -> ToolForm | None:
+        """How this model writes calls of tools; None where its template defines none that is known."""
+        return self._tool_form
 
     def detokenizer(self) -> Detokenizer:
         """A fresh incremental decoder for one request."""
@@ -105,6 +170,16 @@ def _eos_token_ids(folder: Path, tokenizer: Any) -> set[int]:
         if given is not None:
             return eos_token_ids | set(given if isinstance(given, list) else [given])
     return eos_token_ids
+
+
+def _tool_form(tokenizer: Any) -> ToolForm | None:
+    if not tokenizer.chat_template:
+        return None
+    try:
+        # A model may have a template of its own for conversations with tools.
+        return detect_form(tokenizer.get_chat_template(tools=[{}]))
+    except ValueError:
+        return None
 
 
 def _token_bytes(backend: Tokenizer, hidden: frozenset[int]) -> list[bytes]:

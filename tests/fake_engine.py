@@ -1,20 +1,28 @@
 """A small real engine: it answers every prompt with the same script, cut into steps of random sizes.
 
-Its law: the tokens of `script`, then EOS, cut at max_tokens and at the first stop token; step sizes from `seed`, 1 to
-`max_step`. It can be full, dead, slow, or fail after some tokens, and it records what was submitted, aborted and is
-running.
+Its law: the tokens of `script`, turned by the request's seed where it has one, then EOS, over and over; stop tokens are
+left out as long as min_tokens asks for more, and the answer is cut at the first other one and at max_tokens.
+Log-probabilities are a function of the token alone (`logprobs_of`). Step sizes come from `seed`, 1 to `max_step`. It
+can be full, dead, slow, or fail after some tokens, and it records what was submitted, aborted and is running.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from deployments.engine_client import Health
 from engine.errors import PacelineError
-from engine.request import Delta, FinishReason, Submit
+from engine.request import Delta, FinishReason, Submit, TokenLogprobs
+
+
+def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
+    """The law of a token, whatever precedes it: the likeliest are those that follow its id."""
+    top = tuple((token_id + rank, -0.5 * rank - token_id / 1000) for rank in range(1, num_top + 1))
+    return TokenLogprobs(logprob=-0.25 - token_id / 1000, top=top)
 
 
 @dataclass
@@ -74,9 +82,14 @@ class FakeEngine:
                 yield Delta(request_id=submit.request_id, token_ids=(), finish_reason="error", error=self.failure)
                 return
             num_steps += 1
+            num_top, num_prompt_top = submit.sampling.num_logprobs, submit.sampling.num_prompt_logprobs
             yield Delta(
                 request_id=submit.request_id,
                 token_ids=tuple(tokens[done:end]),
+                logprobs=() if num_top is None else tuple(logprobs_of(i, num_top) for i in tokens[done:end]),
+                prompt_logprobs=()
+                if num_prompt_top is None or done
+                else tuple(logprobs_of(i, num_prompt_top) for i in submit.prompt[1:]),
                 finish_reason=finish_reason if end == len(tokens) else None,
                 num_cached=len(submit.prompt) // 2,
                 num_drafted=num_steps * (self.max_step - 1),
@@ -85,8 +98,15 @@ class FakeEngine:
             done = end
 
     def _answer(self, submit: Submit) -> tuple[list[int], FinishReason]:
-        tokens = [*self.script, self.eos_token_id]
-        for index, token_id in enumerate(tokens[: submit.sampling.max_tokens]):
-            if token_id in submit.sampling.stop_token_ids:
-                return tokens[: index + 1], "stop"
-        return tokens[: submit.sampling.max_tokens], "length"
+        sampling = submit.sampling
+        start = 0 if sampling.seed is None else sampling.seed % max(1, len(self.script))
+        cycle = [*self.script[start:], *self.script[:start], self.eos_token_id]
+        tokens: list[int] = []
+        for token_id in itertools.cycle(cycle):
+            if token_id not in sampling.stop_token_ids:
+                tokens.append(token_id)
+            elif len(tokens) >= sampling.min_tokens:
+                return [*tokens, token_id], "stop"
+            if len(tokens) == sampling.max_tokens:
+                return tokens, "length"
+        raise AssertionError("a cycle has no end")

@@ -29,6 +29,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deployments.api import attach, build_api
+from deployments.choice import ChoiceStream
 from deployments.detokenizer import TextStream
 from deployments.engine_client import Health
 from deployments.generation import read_pieces
@@ -123,7 +124,7 @@ def test_a_stop_string_frees_the_engine_before_the_client_has_read_the_end() -> 
     submit = Submit(request_id="r", prompt=(5,), sampling=SamplingParams(max_tokens=100))
 
     async def run() -> None:
-        pieces = read_pieces(engine.generate(submit), TextStream(CODEC.detokenizer(), ["fox"]))
+        pieces = read_pieces(engine.generate(submit), ChoiceStream(TextStream(CODEC.detokenizer(), ["fox"])))
         while (await anext(pieces)).finish_reason is None:
             assert engine.running
         assert engine.aborted == ["r"]

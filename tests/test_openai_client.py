@@ -128,7 +128,7 @@ def test_models(served: Served) -> None:
         ({"model": "other"}, None, openai.NotFoundError),
         ({"temperature": 5}, None, openai.BadRequestError),
         ({"max_tokens": 5000}, None, openai.BadRequestError),
-        ({"extra_body": {"top_k": 5}}, None, openai.BadRequestError),
+        ({"extra_body": {"top_k": -5}}, None, openai.BadRequestError),
         ({}, QueueFull("full", retry_after_s=1), openai.RateLimitError),
         ({}, EngineUnavailable("starting"), openai.InternalServerError),
         ({}, EngineError("broken"), openai.InternalServerError),

@@ -15,6 +15,16 @@ from engine.errors import InvalidRequest
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "go"}]}
 COMPLETION = {"model": "m", "prompt": "go"}
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+SCHEMA_FORMAT = {"name": "a", "schema": {}}
+
+
+def with_arguments(arguments: str) -> dict[str, Any]:
+    return {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+CALL = with_arguments("{}")
+
 
 def parse(body: dict[str, Any]) -> ChatBody | CompletionBody:
     body_type = ChatBody if "messages" in body else CompletionBody
@@ -34,39 +44,56 @@ COMMON_BAD = [
     ("max_tokens", [0, -1, 1.5, "4", True, 10**30]),
     ("temperature", [-0.1, 2.1, "1", float("nan"), float("inf"), True, []]),
     ("top_p", [0, -1, 1.01, float("nan")]),
+    ("top_k", [-2, 1.5, "5", True, 10**30]),
+    ("min_p", [-0.1, 1.1, "0"]),
     ("stop", ["", [""], ["a", 1], 3, {}, ["a"] * 5, "x" * 1025]),
+    ("stop_token_ids", [5, ["5"], [1.5], [True], {}, [1] * 65]),
     ("seed", [2**63, -(2**63) - 1, 0.5, "1", True]),
     ("stream", ["true", 1]),
+    ("stream_granularity", ["word", 1]),
     ("user", [1]),
-    ("n", [0, 2, True]),
-    ("presence_penalty", [0.5, False, "0"]),
-    ("frequency_penalty", [-1]),
-    ("logit_bias", [{"5": 1}, []]),
+    ("n", [0, 17, True, "2"]),
+    ("presence_penalty", [2.1, -2.1, False, "0"]),
+    ("frequency_penalty", [2.1, -2.1]),
+    ("repetition_penalty", [0, -1, 11, "1"]),
+    ("logit_bias", [[], {"x": 1}, {"-5": 1}, {"5": 101}, {"5": "1"}, {"5": True}, {"5": None}, {"1.0": 1}]),
+    ("logit_bias", [{"5": 1, "05": 2}, {str(i): 1 for i in range(301)}, {"9" * 4000: 1}]),
+    ("min_tokens", [-1, 1.5, "1"]),
+    ("ignore_eos", ["yes", 1]),
+    ("guided_regex", ["", 1, "x" * 5000]),
+    ("guided_grammar", ["", {}]),
+    ("guided_choice", [[], "a", [""], ["a", 1], ["a"] * 257]),
+    ("guided_json", [1, []]),
     ("model", [None, 1]),
     ("speculative", [True, []]),
-    ("top_k", [5]),
-    ("ignore_eos", [True]),
+    ("frobnicate", [None, True]),
 ]
 CHAT_BAD = [
     ("messages", [[], None, "go", {}]),
     ("max_completion_tokens", [0, "1"]),
-    ("logprobs", [True, 0]),
-    ("top_logprobs", [0, 3]),
-    ("response_format", [{"type": "json_object"}]),
+    ("logprobs", [0, 5, "true"]),
+    ("top_logprobs", [0, 3, 21, -1, True]),
+    ("response_format", ["json_object", []]),
     ("modalities", [["text", "audio"]]),
-    ("tools", [[{"type": "function"}]]),
-    ("tool_choice", ["required"]),
+    ("tools", [{}, "f", [{"type": "function", "function": {"name": "f"}}] * 129]),
+    ("tool_choice", ["required", "auto", "any", {"type": "function"}, {"function": {"name": "f"}}, 1]),
+    ("parallel_tool_calls", [True, "no"]),
     ("metadata", [{"a": "b"}]),
     ("store", [True]),
     ("reasoning_effort", ["low"]),
     ("prompt", ["go"]),
+    ("echo", [True]),
+    ("continue_final_message", [True, 1]),
+    ("chat_template_kwargs", [[], {str(i): 1 for i in range(17)}]),
 ]
 COMPLETION_BAD = [
-    ("prompt", [None, [], 1, ["a", "b"], [[1], [2]], [1, "a"], [1.5], [True], {"a": 1}]),
-    ("echo", [True]),
-    ("best_of", [2]),
+    ("prompt", [None, [], 1, [[]], [1, "a"], [[1], "a"], [1.5], [True], {"a": 1}, ["a"] * 17, [[1, "a"]]]),
+    ("echo", [1, "yes"]),
+    ("best_of", [2, 0]),
     ("suffix", ["x"]),
-    ("logprobs", [0, 5]),
+    ("logprobs", [6, -1, True, "1"]),
+    ("response_format", [{"type": "json_object"}]),
+    ("tools", [[]]),
 ]
 
 
@@ -89,7 +116,12 @@ def test_every_bad_value_names_its_field(base: dict[str, Any], field: str, value
 @pytest.mark.parametrize(
     ("field", "body"),
     [
-        ("messages[0].role", {"messages": [{"role": "tool", "content": "a"}]}),
+        ("messages[0].role", {"messages": [{"role": "function", "content": "a"}]}),
+        ("messages[0].tool_call_id", {"messages": [{"role": "tool", "content": "a"}]}),
+        ("messages[0].tool_call_id", {"messages": [{"role": "user", "content": "a", "tool_call_id": "1"}]}),
+        ("messages[0].name", {"messages": [{"role": "user", "content": "a", "name": "b"}]}),
+        ("messages[0].tool_calls", {"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]}),
+        ("messages[0].content", {"messages": [{"role": "assistant", "tool_calls": []}]}),
         ("messages[0].content", {"messages": [{"role": "user"}]}),
         ("messages[0].content", {"messages": [{"role": "user", "content": None}]}),
         ("messages[0].content", {"messages": [{"role": "user", "content": []}]}),
@@ -98,9 +130,47 @@ def test_every_bad_value_names_its_field(base: dict[str, Any], field: str, value
         ("messages[0].content", {"messages": [{"role": "user", "content": ["a"]}]}),
         ("messages[0].cache", {"messages": [{"role": "user", "content": "a", "cache": 1}]}),
         (
-            "messages[1].tool_calls",
+            "messages[1].tool_calls[0]",
             {"messages": [CHAT["messages"][0], {"role": "assistant", "content": "", "tool_calls": [1]}]},
         ),
+        (
+            "messages[0].tool_calls[0].function.arguments",
+            {"messages": [{"role": "assistant", "tool_calls": [with_arguments("[1]")]}]},
+        ),
+        (
+            "messages[0].tool_calls[0].function.arguments",
+            {"messages": [{"role": "assistant", "tool_calls": [with_arguments('{"a": "\\ud800"}')]}]},
+        ),
+        (
+            "messages[0].tool_calls[0].function.arguments",
+            {"messages": [{"role": "assistant", "tool_calls": [with_arguments('{"a":' * 5000)]}]},
+        ),
+        ("response_format.type", {"response_format": {"type": "xml"}}),
+        ("response_format.json_schema", {"response_format": {"type": "json_schema"}}),
+        ("response_format.json_schema", {"response_format": {"type": "text", "json_schema": SCHEMA_FORMAT}}),
+        (
+            "response_format.json_schema.schema",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+        ),
+        (
+            "response_format.json_schema.name",
+            {"response_format": {"type": "json_schema", "json_schema": {**SCHEMA_FORMAT, "name": "a b"}}},
+        ),
+        ("guided_choice", {"guided_choice": ["a"], "guided_regex": "b"}),
+        ("guided_regex", {"guided_regex": "b", "response_format": {"type": "json_object"}}),
+        ("guided_regex", {"guided_regex": "b", "tools": [TOOL]}),
+        ("tools", {"tools": [TOOL, TOOL]}),
+        ("tools[0].type", {"tools": [{**TOOL, "type": "retrieval"}]}),
+        ("tools[0].function.name", {"tools": [{"type": "function", "function": {"name": "a b"}}]}),
+        ("tools[0].function.parameters", {"tools": [{"type": "function", "function": {"name": "a", "parameters": 1}}]}),
+        ("tool_choice", {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}),
+        (
+            "continue_final_message",
+            {"messages": [{"role": "assistant", "content": "a"}]}
+            | {"continue_final_message": True, "add_generation_prompt": True},
+        ),
+        ("chat_template_kwargs.a", {"chat_template_kwargs": {"a": [1]}}),
+        ("stream_granularity", {"stream_granularity": "token"}),
         ("speculative.max_k", {"speculative": {"max_k": 17}}),
         ("speculative.enabled", {"speculative": {"enabled": "no"}}),
         ("speculative.k", {"speculative": {"k": 1}}),
@@ -141,6 +211,7 @@ CHAT_NEUTRAL = {
     "modalities": ["text"],
     "tools": [],
     "tool_choice": "none",
+    "safety_identifier": None,
     "store": False,
     "service_tier": "auto",
 }
@@ -160,7 +231,11 @@ def test_every_field_of_a_body_is_read_or_may_only_be_neutral() -> None:
     """A field that is declared, but that nobody reads, would be an option ignored in silence."""
     read = {
         *("model", "messages", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p", "stop", "seed"),
-        *("stream", "stream_options", "speculative", "user"),
+        *("stream", "stream_options", "stream_granularity", "speculative", "user", "n", "best_of", "top_k", "min_p"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens", "ignore_eos"),
+        *("stop_token_ids", "logprobs", "top_logprobs", "echo", "response_format", "tools", "tool_choice"),
+        *("parallel_tool_calls", "guided_json", "guided_regex", "guided_grammar", "guided_choice"),
+        *("add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
     }
     for base in (CHAT, COMPLETION):
         for field in type(parse(base)).model_fields.keys() - read:
@@ -181,7 +256,17 @@ def test_values_are_understood() -> None:
     ("given", "expected"), [("go", "go"), (["go"], "go"), ([1, 2], (1, 2)), ([[1, 2]], (1, 2)), ("", "")]
 )
 def test_a_prompt_is_text_or_token_ids(given: object, expected: object) -> None:
+    assert parse({"model": "m", "prompt": given}).prompt == (expected,)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(["a", "b"], ("a", "b")), ([[1], [2, 3]], ((1,), (2, 3)))])
+def test_several_prompts_keep_their_order(given: object, expected: object) -> None:
     assert parse({"model": "m", "prompt": given}).prompt == expected
+
+
+def test_prompts_times_n_are_bounded() -> None:
+    parse({**COMPLETION, "prompt": ["a"] * 8, "n": 16})
+    assert refusal({**COMPLETION, "prompt": ["a"] * 9, "n": 16}).field == "n"
 
 
 def test_the_answer_of_this_server_can_be_sent_back_as_a_message() -> None:

@@ -9,7 +9,8 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from deployments.responses import AnswerWriter, ChatFormat, CompletionFormat, Piece
+from deployments.answers import AnswerWriter, ChatFormat, CompletionFormat
+from deployments.responses import Piece
 from deployments.sse import EventStreamResponse, event_bytes
 from engine.errors import EngineUnavailable
 
