@@ -23,12 +23,17 @@ class Echo:
     token_ids: tuple[int, ...]
     detokenizer: Detokenizer
     """Fresh."""
+    has_logprobs: bool = False
 
     def show(self, logprobs: Sequence[TokenLogprobs]) -> tuple[str, tuple[TokenRecord, ...]]:
-        """Its text, and a record per token where log-probabilities are given (for tokens 1 and up)."""
+        """Its text, and a record per token where they are asked for.
+
+        Args:
+            logprobs: of tokens 1 and up.
+        """
         texts, records, offset = [], [], 0
         for index, token_id in enumerate(self.token_ids):
-            if logprobs:
+            if self.has_logprobs:
                 records.append(TokenRecord(token_id, offset, logprobs[index - 1] if index else None))
             texts.append(self.detokenizer.push((token_id,)))
             offset += len(texts[-1])
@@ -113,7 +118,7 @@ class ChoiceStream:
         text, records = self._echo.show(delta.prompt_logprobs)
         self._echo = None
         self._num_echoed = len(text)
-        return _Gathered(text, records if self._has_logprobs else ())
+        return _Gathered(text, records)
 
     def _add(
         self, gathered: _Gathered, ids: tuple[int, ...], logprobs: TokenLogprobs | None, finish_reason: str | None

@@ -258,7 +258,7 @@ def make_choice(body: ChatBody | CompletionBody, submit: Submit, index: int, cod
     if isinstance(body, ChatBody) and body.may_call_tools and codec.tool_form is not None:
         parser = make_parser(codec.tool_form, {tool.function.name for tool in body.tools or ()})
     if isinstance(body, CompletionBody) and body.echo:
-        echo = Echo(submit.prompt, codec.detokenizer())
+        echo = Echo(submit.prompt, codec.detokenizer(), has_logprobs=body.num_logprobs is not None)
     return ChoiceStream(
         TextStream(codec.detokenizer(), body.stop, min_tokens=submit.sampling.min_tokens),
         index=index,

@@ -91,8 +91,8 @@ class _Written(msgspec.Struct):
     """A call as models write it."""
 
     name: str
-    arguments: msgspec.Raw | None = None
-    parameters: msgspec.Raw | None = None
+    arguments: msgspec.Raw = msgspec.Raw()
+    parameters: msgspec.Raw = msgspec.Raw()
 
 
 class _Calls:
@@ -211,9 +211,9 @@ class Llama3Parser:
         calls: list[FoundCall] = []
         while not self._is_text:
             start = self._start()
-            if start is None:
-                return Parsed("", tuple(calls))
-            end = self._scan.find_end(self._held, start)
+            end = None if start is None else self._scan.find_end(self._held, start)
+            if self._is_text:
+                break
             if end is None:
                 return Parsed("", tuple(calls))
             call = self._calls.parse(self._held[start:end])
