@@ -95,7 +95,7 @@ class ShardActor(ProcessMixin, TargetShard):
             return kept
         table = profile_target(
             self.forward,
-            block_size=self.config.block_size,
+            block_size=self.config.kv_block_size,
             num_blocks=self.num_blocks,
             max_rows=self.config.max_step_tokens,
             max_spans=self.config.max_num_requests,
@@ -113,7 +113,7 @@ class ShardActor(ProcessMixin, TargetShard):
             "dtype": engine.dtype,
             "shards": str(engine.tensor_parallel_size),
             "threads": str(threads_per_shard(engine)),
-            "block_size": str(engine.block_size),
+            "block_size": str(engine.kv_block_size),
         }
 
 

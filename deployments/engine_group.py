@@ -139,7 +139,7 @@ class EngineGroup:
         port = await self._shards[0].open_rendezvous.remote() if len(self._shards) > 1 else None
         readies: list[ShardReady] = await asyncio.gather(*(shard.load.remote(port) for shard in self._shards))
         num_blocks = min(ready.num_blocks for ready in readies)
-        block_size = self._settings.engine.block_size
+        block_size = self._settings.engine.kv_block_size
         max_model_len = min(readies[0].max_model_len, (num_blocks - 1) * block_size)
         await asyncio.gather(*(shard.allocate.remote(num_blocks, max_model_len) for shard in self._shards))
         for rank, shard in enumerate(self._shards[1:], start=1):

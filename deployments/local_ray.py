@@ -63,6 +63,7 @@ class LocalRay:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # nothing to drain to: this is the only node
             "RAY_DISABLE_IMPORT_WARNING": "1",
+            "RAY_worker_niceness": "0",  # Ray would let everything else on the machine go before the server
         }
 
     @property

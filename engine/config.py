@@ -15,6 +15,7 @@ from engine.errors import ConfigError
 Method = Literal["none", "ngram", "draft_model"]
 PolicyName = Literal["off", "fixed", "threshold", "goodput"]
 MAX_K = 16
+CPU_BLOCK, CUDA_PAGE = 16, 256
 
 
 class Settings(BaseModel):
@@ -90,8 +91,8 @@ class EngineConfig(Settings):
     """Target shards; each takes a whole number of KV groups, unevenly where they do not divide."""
     max_model_len: Annotated[int, Field(ge=16)] | None = None
     """Longest prompt + output, tokens; default is the model's own limit."""
-    block_size: Annotated[int, Field(ge=1, le=256)] = 16
-    """Tokens per KV block."""
+    block_size: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Tokens per KV block; default 16 on cpu, and 256 on cuda, whose paged attention takes multiples of that."""
     kv_cache_tokens: Annotated[int, Field(ge=16)] | None = None
     """Capacity of the target's KV pool in tokens; default: from the device's memory."""
     max_num_requests: Annotated[int, Field(ge=1, le=1024)] = 64
@@ -105,3 +106,14 @@ class EngineConfig(Settings):
     num_threads: Annotated[int, Field(ge=1)] | None = None
     """CPU threads per shard; default: cores / shards."""
     speculative: SpeculativeConfig = SpeculativeConfig()
+
+    @property
+    def kv_block_size(self) -> int:
+        """`block_size`, or the default of the device."""
+        return self.block_size or (CUDA_PAGE if self.device == "cuda" else CPU_BLOCK)
+
+    @model_validator(mode="after")
+    def _page_fits(self) -> Self:
+        if self.device == "cuda" and self.kv_block_size % CUDA_PAGE:
+            raise ValueError(f"block_size: {self.block_size} given; on cuda allowed are multiples of {CUDA_PAGE}")
+        return self

@@ -63,7 +63,7 @@ class DraftWorker:
         target_vocab = ModelConfig.load(self._target_folder).vocab_size
         max_model_len = model.config.max_model_len
         num_blocks = self._num_blocks(model.config, dtype)
-        runner = ModelRunner(model, num_blocks=num_blocks, block_size=self._config.block_size)
+        runner = ModelRunner(model, num_blocks=num_blocks, block_size=self._config.kv_block_size)
         vocab = model.draft_vocab
         width = model.config.draft_vocab_size or min(model.config.vocab_size, target_vocab)
 
@@ -73,7 +73,7 @@ class DraftWorker:
                 raise EngineError("the draft got no logits")
             return logits[:, :width]  # columns beyond the target's vocabulary are padding and are never drafted
 
-        pool = BlockPool(num_blocks, self._config.block_size, prefix_cache=self._config.prefix_cache)
+        pool = BlockPool(num_blocks, self._config.kv_block_size, prefix_cache=self._config.prefix_cache)
         grammars = Grammars(lambda: load_tokenizer_info(self._target_folder, target_vocab))
         self._model = DraftModel(forward, pool, vocab=vocab, max_model_len=max_model_len, grammars=grammars)
         return DraftInfo(width, tuple(vocab.tolist()) if vocab is not None else None)
@@ -124,7 +124,7 @@ class DraftWorker:
         wanted = 2 * self._config.max_num_requests * min(one, 4096)  # more can never be used
         blocks = num_kv_blocks(
             config,
-            block_size=self._config.block_size,
+            block_size=self._config.kv_block_size,
             dtype=dtype,
             device=self._device,
             memory_bytes=min(cap - weights, wanted * kv_bytes_per_token(config, dtype=dtype)),

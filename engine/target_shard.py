@@ -136,7 +136,7 @@ class TargetShard:
         model_config = self._model.config
         num_blocks = num_kv_blocks(
             model_config,
-            block_size=config.block_size,
+            block_size=config.kv_block_size,
             dtype=dtype,
             device=self._device,
             shard=self._model.shard,
@@ -147,7 +147,7 @@ class TargetShard:
 
     def allocate(self, num_blocks: int, max_model_len: int) -> None:
         """Make the KV cache: `num_blocks` blocks, scratch included, on every shard."""
-        self._runner = ModelRunner(self._model, num_blocks=num_blocks, block_size=self.config.block_size)
+        self._runner = ModelRunner(self._model, num_blocks=num_blocks, block_size=self.config.kv_block_size)
         self._max_model_len = max_model_len
 
     def plan_handle(self, rank: int) -> PlanHandle:
@@ -156,7 +156,7 @@ class TargetShard:
             spec = PlanSpec(
                 max_rows=self.config.max_step_tokens,
                 max_spans=self.config.max_num_requests,
-                max_blocks_per_span=-(-self._max_model_len // self.config.block_size) + 1,
+                max_blocks_per_span=-(-self._max_model_len // self.config.kv_block_size) + 1,
             )
             receivers = self.config.tensor_parallel_size - 1
             self._sender = PlanSender(spec, num_receivers=receivers, node_id=self._node_id)
@@ -180,7 +180,7 @@ class TargetShard:
         config = self.config
         if self._runner is None:
             raise EngineError("listen before allocate")
-        pool = BlockPool(self._runner.num_blocks, config.block_size, prefix_cache=config.prefix_cache)
+        pool = BlockPool(self._runner.num_blocks, config.kv_block_size, prefix_cache=config.prefix_cache)
         scheduler = Scheduler(
             pool,
             pacer=pacer,
@@ -194,7 +194,7 @@ class TargetShard:
         self.engine = engine = Engine(
             scheduler=scheduler,
             drafter=ForcedDrafter(self._drafter),
-            verifier=Verifier(self.forward, block_size=config.block_size),
+            verifier=Verifier(self.forward, block_size=config.kv_block_size),
             committer=Committer(pool, scheduler, max_model_len=self._max_model_len),
             streams=Streams(lambda deltas: self._send(StepDeltas(deltas))),
             pacer=pacer,
@@ -303,6 +303,8 @@ class TargetShard:
             self._num_forwards += 1
             self._sender.send(self._num_forwards, plan, deadline_s=PEER_TIMEOUT_S)
         logits = self._runner.forward(plan)
+        if self._device.type == "cuda":  # the host needs them next anyway, and the time of a forward is its own
+            torch.cuda.current_stream().synchronize()
         if logits is None:
             raise ShardDown("rank 0 got no logits")
         return logits

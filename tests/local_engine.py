@@ -56,7 +56,7 @@ class LocalEngine:
         port = lead.open_rendezvous() if len(self.shards) > 1 else None
         readies = self._each(lambda shard: shard.load(port))
         num_blocks = min(ready.num_blocks for ready in readies)
-        max_model_len = min(readies[0].max_model_len, (num_blocks - 1) * self.config.block_size)
+        max_model_len = min(readies[0].max_model_len, (num_blocks - 1) * self.config.kv_block_size)
         for shard in self.shards:
             shard.allocate(num_blocks, max_model_len)
         for rank, shard in enumerate(self.shards[1:], start=1):
