@@ -50,7 +50,7 @@ class TokenOptions:
     @classmethod
     def of(cls, sampling: SamplingParams, num_prompt: int) -> Self | None:
         """None when all are neutral: such a request needs no state and costs nothing."""
-        min_tokens = sampling.min_tokens if sampling.stop_token_ids else 0
+        min_tokens = sampling.min_tokens if sampling.stop_token_ids or sampling.grammar is not None else 0
         neutral = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0, 0, 1)
         if neutral and not sampling.logit_bias and min_tokens == 0 and sampling.grammar is None:
             return None

@@ -7,10 +7,13 @@ draft orders in this process.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+import xgrammar
+from reference import Generated, Spelling
 
 from engine.block_pool import BlockPool
 from engine.committer import Committer
@@ -19,6 +22,7 @@ from engine.draft_protocol import Answer, OrderRow
 from engine.drafter import Drafter
 from engine.drafters.draft_model import RemoteDrafter
 from engine.engine import Engine
+from engine.grammar import Grammars
 from engine.plan import Choice, Plan
 from engine.request import Delta, Request, Submit
 from engine.scheduler import Scheduler
@@ -130,12 +134,25 @@ class FixedPacer:
         self.stats.append(stats)
 
 
+def toy_grammars(spelling: Spelling) -> Grammars:
+    """Grammars over a toy vocabulary."""
+    words = [text.encode() for text in spelling.of_token]
+    ends = list(spelling.end_ids)
+    return Grammars(lambda: xgrammar.TokenizerInfo(words, vocab_size=len(words), stop_token_ids=ends))
+
+
 def toy_drafter(
-    draft: ToyModel, *, num_blocks: int = 64, vocab: torch.Tensor | None = None, max_feed: int = 64
+    draft: ToyModel,
+    *,
+    num_blocks: int = 64,
+    vocab: torch.Tensor | None = None,
+    max_feed: int = 64,
+    spelling: Spelling | None = None,
 ) -> RemoteDrafter:
     """A RemoteDrafter whose model is a toy in this process."""
     pool = BlockPool(num_blocks, draft.block_size, prefix_cache=True)
-    model = DraftModel(draft.forward, pool, vocab=vocab, max_model_len=10_000)
+    grammars = toy_grammars(spelling) if spelling is not None else None
+    model = DraftModel(draft.forward, pool, vocab=vocab, max_model_len=10_000, grammars=grammars)
     drafter = RemoteDrafter(max_feed=max_feed, max_released=64, deadline_s=1.0, on_down=print)
     drafter.set_vocab(vocab)
     drafter.attach(LoopbackEnd(model, max_rows=64, max_k=16, draft_vocab=draft.columns))
@@ -156,6 +173,7 @@ class ToyEngine:
         max_num_requests: int = 16,
         max_step_tokens: int = 32,
         max_model_len: int = 128,
+        grammars: Grammars | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks, target.block_size, prefix_cache=prefix_cache)
         self.deltas: dict[str, list[Delta]] = {}
@@ -174,6 +192,7 @@ class ToyEngine:
             committer=Committer(self.pool, scheduler, max_model_len=max_model_len),
             streams=Streams(self._collect),
             pacer=pacer,
+            grammars=grammars,
         )
 
     def _collect(self, deltas: tuple[Delta, ...]) -> None:
@@ -191,11 +210,26 @@ class ToyEngine:
             self.engine.submit(submit)
         self.engine.drain()
         for _ in range(max_steps):
-            if not self.engine.scheduler.has_work:
+            if not self.engine.has_work:
                 break
+            if not self.engine.scheduler.has_work:
+                time.sleep(0.001)  # a grammar is being compiled
             self.step()
-        assert not self.engine.scheduler.has_work, "the engine did not finish"
+        assert not self.engine.has_work, "the engine did not finish"
         return {s.request_id: self.tokens_of(s.request_id) for s in submits}
 
     def tokens_of(self, request_id: str) -> list[int]:
         return [token for delta in self.deltas.get(request_id, []) for token in delta.token_ids]
+
+    def result_of(self, request_id: str) -> Generated:
+        """All that a finished request got."""
+        deltas = self.deltas[request_id]
+        assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+        assert all(not delta.prompt_logprobs for delta in deltas[1:])
+        assert deltas[-1].finish_reason is not None
+        return Generated(
+            self.tokens_of(request_id),
+            deltas[-1].finish_reason,
+            [logprob for delta in deltas for logprob in delta.logprobs],
+            list(deltas[0].prompt_logprobs),
+        )

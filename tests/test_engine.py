@@ -19,6 +19,8 @@ from engine.drafters.ngram import NgramDrafter
 from engine.errors import ConfigError
 from engine.request import SamplingParams, SpeculativeOptions, Submit
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCAB = 7
 METHODS = ("none", "ngram", "draft_model", "draft_model_reduced", "draft_model_small_pool")
 
@@ -98,7 +100,7 @@ def test_every_request_gets_the_reference_tokens(
     for submit_round in (submits, [Submit(**_fields(s, s.request_id + "'")) for s in submits]):
         result = engine.run(submit_round)
         for submit in submit_round:
-            expected = generate(target.logits_after, submit.prompt, submit.sampling, max_model_len)
+            expected = generate(target.logits_after, submit.prompt, submit.sampling, max_model_len).tokens
             assert result[submit.request_id] == expected
             last = engine.deltas[submit.request_id][-1]
             stopped = bool(expected) and expected[-1] in submit.sampling.stop_token_ids
@@ -139,7 +141,7 @@ def test_aborts_free_blocks_and_leave_neighbours_alone(submits: list[Submit], me
         engine.step()
     assert engine.pool.num_free == 23
     for submit in submits:
-        expected = generate(target.logits_after, submit.prompt, submit.sampling, 40)
+        expected = generate(target.logits_after, submit.prompt, submit.sampling, 40).tokens
         got = engine.tokens_of(submit.request_id)
         ends = [d.finish_reason for d in engine.deltas[submit.request_id] if d.finish_reason]
         assert len(ends) == 1, "every request ends exactly once"

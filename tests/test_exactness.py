@@ -6,50 +6,28 @@ runs per test; the draws of unseeded requests are fresh in each run.
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from fakes import FixedPacer, RandomPacer, ToyEngine, ToyModel, toy_drafter
-from reference import target_law
-from scipy.stats import chisquare
+from reference import sequence_law
+from statistic import p_value
 
 from engine.drafter import Drafter, NoDrafter
 from engine.drafters.ngram import NgramDrafter
 from engine.request import SamplingParams, Submit
 from engine.sampling import Law, Purpose, draw, gumbel, stream_seed, warp
+from engine.step import Batch, Draft, DraftRow
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCAB = 5
 ODDS = 1e-6
-NUM_TOKENS = 3
+NUM_TOKENS = 4
 PROMPT = (0, 1, 0, 1, 0)
-
-
-def exact_law(target: ToyModel, sampling: SamplingParams) -> dict[tuple[int, ...], float]:
-    """Probability of each sequence of NUM_TOKENS tokens after the prompt."""
-    law = {}
-    for sequence in itertools.product(range(VOCAB), repeat=NUM_TOKENS):
-        mass, tokens = 1.0, list(PROMPT)
-        for token in sequence:
-            mass *= target_law(target.logits_after(tokens), sampling)[token]
-            tokens.append(token)
-        law[sequence] = mass
-    return law
-
-
-def p_value(counts: dict[tuple[int, ...], int], law: dict[tuple[int, ...], float]) -> float:
-    """Chi-square with cells of small expectation pooled; any impossible outcome gives 0."""
-    total = sum(counts.values())
-    if any(law[sequence] == 0 for sequence in counts):
-        return 0.0
-    cells = sorted(((law[s] * total, counts.get(s, 0)) for s in law if law[s] > 0), reverse=True)
-    big = [cell for cell in cells if cell[0] >= 8]
-    rest = [cell for cell in cells if cell[0] < 8]
-    if rest:
-        big.append((sum(c[0] for c in rest), sum(c[1] for c in rest)))
-    expected, observed = (np.array(column, dtype=float) for column in zip(*big, strict=True))
-    return float(chisquare(observed, expected * observed.sum() / expected.sum()).pvalue)
 
 
 def sample(
@@ -60,12 +38,7 @@ def sample(
         Submit(
             request_id=f"r{i}",
             prompt=PROMPT,
-            sampling=SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                max_tokens=NUM_TOKENS,
-                seed=i if seeded else None,
-            ),
+            sampling=replace(sampling, max_tokens=NUM_TOKENS, seed=i if seeded else None),
         )
         for i in range(runs)
     ]
@@ -91,16 +64,16 @@ def drafter_of(method: str) -> Drafter:
 def test_emitted_tokens_follow_the_target(method: str, temperature: float, top_p: float, seeded: bool) -> None:
     target = ToyModel(vocab_size=VOCAB)
     sampling = SamplingParams(temperature=temperature, top_p=top_p)
-    counts = sample(target, drafter_of(method), sampling, seeded=seeded, runs=1500)
-    assert p_value(counts, exact_law(target, sampling)) > ODDS
+    counts = sample(target, drafter_of(method), sampling, seeded=seeded, runs=1000)
+    assert p_value(counts, sequence_law(target.logits_after, PROMPT, replace(sampling, max_tokens=NUM_TOKENS))) > ODDS
 
 
 def test_the_chi_square_sees_a_wrong_law() -> None:
     """The test above can fail: the draft's own tokens are not the target's law."""
     sampling = SamplingParams(temperature=1.0)
     target, draft = ToyModel(vocab_size=VOCAB), ToyModel(vocab_size=VOCAB, seed=9, blend=0.5)
-    counts = sample(draft, NoDrafter(), sampling, seeded=False, runs=1500)
-    assert p_value(counts, exact_law(target, sampling)) < ODDS
+    counts = sample(draft, NoDrafter(), sampling, seeded=False, runs=1000)
+    assert p_value(counts, sequence_law(target.logits_after, PROMPT, replace(sampling, max_tokens=NUM_TOKENS))) < ODDS
 
 
 def test_equal_seeds_give_equal_tokens_for_every_method_and_k() -> None:
@@ -150,3 +123,42 @@ def test_gumbel_noise_is_standard_and_independent_of_the_shape_it_is_asked_for()
     correlation = np.corrcoef(noise.numpy())
     np.fill_diagonal(correlation, 0)
     assert np.abs(correlation).max() < 0.1
+
+
+class DropsDrafts:
+    """Cuts each draft short by a rule that looks at the draft's own law.
+
+    Args:
+        inner: drafts.
+        looks_at_token: whether the rule asks how likely the drawn token was, or how likely the most likely one is.
+    """
+
+    def __init__(self, inner: Drafter, *, looks_at_token: bool) -> None:
+        self._inner = inner
+        self._looks_at_token = looks_at_token
+
+    def draft(self, batch: Batch) -> Draft:
+        draft = self._inner.draft(batch)
+        return replace(draft, rows=tuple(self._cut(row) for row in draft.rows))
+
+    def forget(self, keys: Sequence[int]) -> None:
+        self._inner.forget(keys)
+
+    def _cut(self, row: DraftRow) -> DraftRow:
+        kept = 0
+        for j, token in enumerate(row.token_ids):
+            assert row.probs is not None
+            if float(row.probs[j, token] if self._looks_at_token else row.probs[j].max()) < 0.45:
+                break
+            kept += 1
+        return replace(row, token_ids=row.token_ids[:kept], confidences=row.confidences[:kept])
+
+
+@pytest.mark.parametrize("looks_at_token", [True, False], ids=["biased", "exact"])
+def test_a_draft_may_be_cut_by_its_law_but_not_by_the_token_drawn(looks_at_token: bool) -> None:
+    """Dropping a drawn token because it was unlikely leaves the likely ones with more than their share."""
+    target = ToyModel(vocab_size=VOCAB)
+    drafter = DropsDrafts(drafter_of("draft_model"), looks_at_token=looks_at_token)
+    counts = sample(target, drafter, SamplingParams(), seeded=False, runs=2500)
+    law = sequence_law(target.logits_after, PROMPT, SamplingParams(max_tokens=NUM_TOKENS))
+    assert (p_value(counts, law) > ODDS) is not looks_at_token
