@@ -16,6 +16,8 @@ from engine.errors import ConfigError
 from engine.penalties import TokenOptions
 from engine.step import KReason
 
+MAX_OPTIONS = 1 << 18
+"""Bytes of request options in one order; a request that alone needs more is not drafted for."""
 _options = msgspec.msgpack.Decoder(TokenOptions)
 REASONS: tuple[KReason, ...] = get_args(KReason)
 
@@ -40,7 +42,7 @@ class BufferSpec:
     """Columns of the probabilities."""
     target_vocab: int | None = None
     """Token ids are below this; None: below draft_vocab."""
-    max_options: int = 1 << 18
+    max_options: int = MAX_OPTIONS
     """Bytes of request options that one order can carry, all rows together."""
 
     def __post_init__(self) -> None:

@@ -25,7 +25,9 @@ from engine.plan_broadcast import PlanHandle, PlanReceiver, PlanSender, PlanSpec
 from engine.step import ForwardPlan
 
 NODE = "node-a"
-SPEC = BufferSpec(max_rows=4, max_k=5, max_feed=64, max_released=8, draft_vocab=300, target_vocab=1000)
+SPEC = BufferSpec(
+    max_rows=4, max_k=5, max_feed=64, max_released=8, draft_vocab=300, target_vocab=1000, max_options=2048
+)
 CHILDREN = multiprocessing.get_context("forkserver")
 CHILDREN.set_forkserver_preload(["torch", "engine.device_buffers", "engine.plan_broadcast"])
 

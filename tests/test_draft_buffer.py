@@ -18,8 +18,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, get_args
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from buffer_children import (
@@ -49,9 +51,20 @@ from engine.doorbell import Doorbell
 from engine.draft_block import PROTOCOL_VERSION, DraftBlock, block_bytes
 from engine.draft_protocol import REASONS, AnswerRow, BufferSpec, Order, OrderRow
 from engine.errors import ConfigError, DraftDown, EngineUnavailable
+from engine.penalties import TokenOptions
+from engine.request import GrammarKind, GrammarSpec
+from engine.rules import Rules, Shaper
 from engine.shared_memory import join
 
 ROWS = [OrderRow(key, 0, (1, 2, 3), 5, 1.0, 1.0, 7, 1, True) for key in range(2)]
+OPTIONS = TokenOptions(
+    num_prompt=3,
+    presence_penalty=0.5,
+    logit_bias=((7, 1.5), (9, -100.0)),
+    stop_token_ids=(2,),
+    grammar=GrammarSpec(kind="regex", text="[ab]+"),
+)
+ROWS_WITH_OPTIONS = [dataclasses.replace(row, top_k=4, min_p=0.1, options=OPTIONS) for row in ROWS]
 
 
 @pytest.fixture
@@ -112,18 +125,37 @@ def test_probabilities_arrive_bit_for_bit(target: TargetEnd) -> None:
 
 
 int64s = st.integers(-(2**63), 2**63 - 1)
-order_rows = st.builds(
-    OrderRow,
-    key=int64s,
-    start=st.integers(0, 2**63 - 1),
-    feed=st.lists(st.integers(0, 999), max_size=16).map(tuple),
-    k=st.integers(0, 5),
-    temperature=st.floats(0, 1e6),
-    top_p=st.floats(0, 1, exclude_min=True),
-    stream_key=st.integers(0, 2**64 - 1),
-    attempt=int64s,
-    coupled=st.booleans(),
+finite = st.floats(-1e6, 1e6)
+token_options = st.builds(
+    TokenOptions,
+    num_prompt=st.integers(0, 2**31),
+    presence_penalty=finite,
+    frequency_penalty=finite,
+    repetition_penalty=st.floats(0, 1e6, exclude_min=True),
+    logit_bias=st.lists(st.tuples(st.integers(0, 2**31 - 1), finite), max_size=3).map(tuple),
+    min_tokens=st.integers(0, 2**31),
+    stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
+    grammar=st.none() | st.builds(GrammarSpec, kind=st.sampled_from(get_args(GrammarKind)), text=st.text(max_size=20)),
 )
+
+
+@st.composite
+def order_rows(draw: st.DrawFn) -> OrderRow:
+    start = draw(st.one_of(st.just(0), st.integers(0, 2**63 - 1)))
+    return OrderRow(
+        key=draw(int64s),
+        start=start,
+        feed=tuple(draw(st.lists(st.integers(0, 999), max_size=16))),
+        k=draw(st.integers(0, 5)),
+        temperature=draw(st.floats(0, 1e6)),
+        top_p=draw(st.floats(0, 1, exclude_min=True)),
+        stream_key=draw(st.integers(0, 2**64 - 1)),
+        attempt=draw(int64s),
+        coupled=draw(st.booleans()),
+        top_k=draw(st.integers(0, 2**63 - 1)),
+        min_p=draw(st.floats(0, 1)),
+        options=draw(st.none() | token_options) if start == 0 else None,
+    )
 
 
 @st.composite
@@ -140,7 +172,7 @@ def answers(draw: st.DrawFn, rows: list[OrderRow]) -> list[AnswerRow]:
 
 
 @given(
-    rows=st.lists(order_rows, max_size=4),
+    rows=st.lists(order_rows(), max_size=4),
     released=st.lists(int64s, max_size=8),
     seq=st.integers(1, 2**62),
     draft_s=st.floats(0, 1e9),
@@ -163,9 +195,11 @@ def test_every_value_survives_the_block(
 
 def test_an_order_above_the_capacity_is_the_callers_error_and_costs_nothing(target: TargetEnd) -> None:
     row = ROWS[0]
+    large = TokenOptions(num_prompt=1, grammar=GrammarSpec(kind="regex", text="a" * 2048))
     too_much: list[tuple[list[OrderRow], list[int], str]] = [
         ([row] * 5, [], "rows: 5 given, allowed are 4"),
         ([dataclasses.replace(row, feed=(1,) * 65)], [], "feed tokens: 65 given, allowed are 64"),
+        ([dataclasses.replace(row, options=large)], [], r"options bytes: \d+ given, allowed are 2048"),
         ([row], [1] * 9, "released keys: 9 given, allowed are 8"),
         ([dataclasses.replace(row, k=6)], [], "k: 6 given, allowed are 5"),
         ([dataclasses.replace(row, feed=(1000,))], [], "outside 0..999"),
@@ -409,7 +443,7 @@ def test_another_version_is_refused(target: TargetEnd) -> None:
 
 
 def test_bad_capacities_are_refused() -> None:
-    for name in ("max_rows", "max_k", "max_feed", "max_released", "draft_vocab", "target_vocab"):
+    for name in ("max_rows", "max_k", "max_feed", "max_released", "max_options", "draft_vocab", "target_vocab"):
         with pytest.raises(ConfigError, match=f"{name}: 0 given, allowed is 1 or more"):
             dataclasses.replace(SPEC, **{name: 0})
     with pytest.raises(ConfigError, match="epoch"):
@@ -480,21 +514,72 @@ def test_a_scribbling_draft_never_harms_the_target(places: list[tuple[int, bytes
     target.close()
 
 
-@settings(max_examples=150, deadline=None)
-@given(places=scribbles)
+options_at = next(
+    offset
+    for memory in [mmap.mmap(-1, block_bytes(SPEC))]
+    for block in [DraftBlock(memory, SPEC, epoch=1)]
+    for _ in [block.write_order(1, ROWS_WITH_OPTIONS, ())]
+    if (offset := memory.find(b"num_prompt")) > 0
+)
+"""Where the block holds what the draft is told about a request's options."""
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    places=st.one_of(
+        scribbles,
+        st.lists(
+            st.tuples(st.integers(options_at - 2, options_at + 400), st.binary(min_size=1, max_size=3)),
+            min_size=1,
+            max_size=4,
+        ),
+    )
+)
 def test_a_scribbled_order_never_harms_the_draft(places: list[tuple[int, bytes]]) -> None:
     target = create_draft_buffer(SPEC, device="cpu", node_id=NODE, epoch=1)
     draft = open_here(target)
     target.wait_open(5)
-    target._block.write_order(1, ROWS, (5,))
+    target._block.write_order(1, ROWS_WITH_OPTIONS, (5,))
     scribble(target._memory.buffer, places)
     order = None
     with contextlib.suppress(DraftDown):
         order = draft.wait(0)
     if order is not None:
         assert all(row.k <= 5 and all(0 <= token < 1000 for token in row.feed) for row in order.rows)
+        for options in [row.options for row in order.rows if row.options is not None]:
+            # Whatever it says now, shaping by it is harmless.
+            rules = Rules(dataclasses.replace(options, grammar=None))
+            rules.follow((1, 2, 3, 4))
+            shaper = Shaper()
+            shaper.add(0, rules)
+            shaper.apply(torch.zeros(1, 1000))
     draft.close()
     target.close()
+
+
+@pytest.mark.parametrize(
+    "blob",
+    [
+        b"\xc1",
+        b"\x80",
+        msgspec.msgpack.encode([]),
+        msgspec.msgpack.encode({"num_prompt": -1}),
+        msgspec.msgpack.encode({"num_prompt": 1, "presence_penalty": float("nan")}),
+        msgspec.msgpack.encode({"num_prompt": 1, "repetition_penalty": 0.0}),
+        msgspec.msgpack.encode({"num_prompt": 1, "logit_bias": [[-1, 1.0]]}),
+        msgspec.msgpack.encode({"num_prompt": 1, "grammar": {"kind": "prose", "text": ""}}),
+    ],
+)
+def test_options_that_are_none_end_the_draft(target: TargetEnd, blob: bytes) -> None:
+    draft = open_here(target)
+    target.wait_open(5)
+    target._block.write_order(1, ROWS_WITH_OPTIONS[:1], ())
+    target._block._options[: len(blob)] = np.frombuffer(blob, dtype=np.uint8)
+    target._block._order_rows["num_options"][0] = len(blob)
+    target._block._words[28] = len(blob)
+    with pytest.raises(DraftDown, match="order 1 of epoch 3 is corrupt: options"):
+        draft.wait(0)
+    draft.close()
 
 
 def test_the_spec_says_how_large_the_payload_is() -> None:

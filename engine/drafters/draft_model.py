@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from engine.draft_protocol import Answer, AnswerRow, OrderRow, encode_options
+from engine.draft_protocol import MAX_OPTIONS, Answer, AnswerRow, OrderRow, encode_options
 from engine.drafter import empty_rows
 from engine.errors import DraftDown
 from engine.request import Request
@@ -50,7 +50,7 @@ class RemoteDrafter:
         *,
         max_feed: int,
         max_released: int,
-        max_options: int = 1 << 18,
+        max_options: int = MAX_OPTIONS,
         deadline_s: float,
         on_down: Callable[[str], None],
     ) -> None:
