@@ -14,6 +14,7 @@ from typing import Any
 
 from autoscale.comparison import FIXED_COLUMNS, compare
 from autoscale.simulate import HARDWARE, WORKLOADS
+from bench.options import add_bench_parser
 from deployments import yaml_config
 from distill.options import add_distill_parser
 from engine.errors import PacelineError
@@ -41,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_check(commands)
     _add_simulate(commands)
+    add_bench_parser(commands)
     add_distill_parser(commands)
     return parser
 
