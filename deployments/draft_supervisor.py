@@ -15,7 +15,7 @@ import ray
 
 from deployments.actors import DraftActor, actor
 from engine.config import EngineConfig
-from engine.target_shard import DraftInfo
+from engine.draft_dock import DraftInfo
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 60.0

@@ -17,6 +17,7 @@ import torch
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.device_buffers import BufferHandle, DraftEnd, gpu_uuid, open_draft_buffer
+from engine.draft_dock import DraftInfo
 from engine.draft_model import DraftModel
 from engine.errors import ConfigError, EngineError, EngineUnavailable
 from engine.grammar import Grammars
@@ -25,7 +26,6 @@ from engine.model_runner import ModelRunner, kv_bytes_per_token, num_kv_blocks
 from engine.models import load_model
 from engine.placement import pick_device, pick_dtype, set_threads
 from engine.step import ForwardPlan
-from engine.target_shard import DraftInfo
 from engine.tokenizer_info import load_tokenizer_info
 
 _log = logging.getLogger(__name__)

@@ -26,14 +26,14 @@ from engine.block_pool import BlockPool
 from engine.collectives import Collectives, Group, Solo, open_store
 from engine.committer import Committer
 from engine.config import EngineConfig
-from engine.device_buffers import BufferHandle, TargetEnd, create_draft_buffer
-from engine.draft_protocol import BufferSpec
+from engine.device_buffers import BufferHandle
+from engine.draft_dock import MAX_FEED, MAX_RELEASED, DraftDock, DraftInfo
 from engine.drafter import Drafter, NoDrafter
 from engine.drafters.draft_model import DraftLink, RemoteDrafter
 from engine.drafters.forced import ForcedDrafter
 from engine.drafters.ngram import NgramDrafter
 from engine.engine import Engine
-from engine.errors import DraftDown, EngineError, ShardDown
+from engine.errors import EngineError, ShardDown
 from engine.grammar import Grammars
 from engine.model_runner import ModelRunner, num_kv_blocks
 from engine.models import load_model
@@ -48,9 +48,6 @@ from engine.tokenizer_info import load_tokenizer_info
 from engine.verifier import Verifier
 from engine.wire import DraftStatus, EngineFailed, StepDeltas
 
-MAX_FEED = 4096
-"""Committed tokens that one order to the draft may carry."""
-MAX_RELEASED = 1024
 PEER_TIMEOUT_S = 30.0
 """Deadline for anything another shard has to do in a step."""
 
@@ -66,16 +63,6 @@ class ShardReady:
     max_model_len: int
     """The model's own limit, or the configured one if that is smaller."""
     device: str
-
-
-@dataclass(frozen=True, slots=True)
-class DraftInfo:
-    """What the target must know of a draft, see `engine.draft_worker`."""
-
-    draft_vocab: int
-    """Columns of its probabilities."""
-    vocab: tuple[int, ...] | None
-    """Target id of each column; None when column i is token i."""
 
 
 class TargetShard:
@@ -101,8 +88,7 @@ class TargetShard:
         self._sender: PlanSender | None = None
         self._socket: ShardSocket | None = None
         self.engine: Engine | None = None
-        self._drafter: Drafter = NoDrafter()
-        self._draft_end: TargetEnd | None = None
+        self._dock: DraftDock | None = None
         self._max_model_len = 0
         self._num_forwards = 0
 
@@ -189,11 +175,11 @@ class TargetShard:
             max_step_tokens=config.max_step_tokens,
             max_model_len=self._max_model_len,
         )
-        self._drafter = self._make_drafter()
+        drafter = self._make_drafter()
         grammars = Grammars(lambda: load_tokenizer_info(self.folder, self._model.config.vocab_size))
         self.engine = engine = Engine(
             scheduler=scheduler,
-            drafter=ForcedDrafter(self._drafter),
+            drafter=ForcedDrafter(drafter),
             verifier=Verifier(self.forward, block_size=config.kv_block_size),
             committer=Committer(pool, scheduler, max_model_len=self._max_model_len),
             streams=Streams(lambda deltas: self._send(StepDeltas(deltas))),
@@ -201,56 +187,27 @@ class TargetShard:
             observers=[observe],
             grammars=grammars,
         )
+        if isinstance(drafter, RemoteDrafter):
+            self._dock = DraftDock(
+                drafter,
+                max_rows=config.max_num_requests,
+                max_k=max(1, config.speculative.k),
+                target_vocab=self._model.config.vocab_size,
+                device=self._device,
+                node_id=self._node_id,
+                in_loop=engine.call,
+                report=self._send,
+            )
         self._socket = ShardSocket(submit=engine.submit, abort=engine.abort, abandon=engine.abort_all)
         return self._socket.path
 
     def open_draft_buffer(self, info: DraftInfo, epoch: int) -> BufferHandle:
-        """Make a buffer for a new draft; hand the handle to it, then call `attach_draft`. Rank 0 only.
-
-        The draft before it must be dead already.
-        """
-        spec = BufferSpec(
-            max_rows=self.config.max_num_requests,
-            max_k=max(1, self.config.speculative.k),
-            max_feed=MAX_FEED,
-            max_released=MAX_RELEASED,
-            draft_vocab=info.draft_vocab,
-            target_vocab=self._model.config.vocab_size,
-        )
-        if isinstance(self._drafter, RemoteDrafter):
-            vocab = torch.tensor(info.vocab, device=self._device) if info.vocab is not None else None
-            self._drafter.set_vocab(vocab)
-        if self._draft_end is None:
-            self._draft_end = create_draft_buffer(spec, device=self._device, node_id=self._node_id, epoch=epoch)
-        else:
-            self._draft_end = self._draft_end.renew(epoch=epoch)
-        return self._draft_end.handle()
+        """Make a buffer for a new draft; hand the handle to it, then call `attach_draft`. Rank 0 only."""
+        return self._draft_dock().open(info, epoch)
 
     def attach_draft(self, timeout_s: float, first: Callable[[DraftLink], None] | None = None) -> None:
-        """Draft through the buffer made last, from the next step on. Rank 0 only.
-
-        Args:
-            timeout_s: for the draft to open it.
-            first: called with the draft before it drafts for anybody, in the loop's thread; may raise DraftDown.
-
-        Raises:
-            DraftDown: the draft has not opened it in time.
-        """
-        if self._draft_end is None or self.engine is None or not isinstance(self._drafter, RemoteDrafter):
-            raise EngineError("attach_draft before open_draft_buffer")
-        end, drafter = self._draft_end, self._drafter
-        end.wait_open(timeout_s)
-        self.engine.call(lambda: self._attach(drafter, end, first))
-
-    def _attach(self, drafter: RemoteDrafter, end: TargetEnd, first: Callable[[DraftLink], None] | None) -> None:
-        try:
-            if first is not None:
-                first(end)
-        except DraftDown as error:
-            self._send(DraftStatus(up=False, reason=str(error)))
-            return
-        drafter.attach(end)
-        self._send(DraftStatus(up=True, reason=""))
+        """See `DraftDock.attach`. Rank 0 only."""
+        self._draft_dock().attach(timeout_s, first)
 
     def run(self) -> None:
         """Lead or follow until `stop`.
@@ -322,14 +279,17 @@ class TargetShard:
             )
         return NoDrafter()
 
+    def _draft_dock(self) -> DraftDock:
+        if self._dock is None:
+            raise EngineError("no draft docks here: another drafting method, another rank, or before listen")
+        return self._dock
+
     def _send(self, event: StepDeltas | DraftStatus | EngineFailed) -> None:
         if self._socket is not None:
             self._socket.send(event)
 
     def _close(self) -> None:
-        if isinstance(self._drafter, RemoteDrafter):
-            self._drafter.detach()
-        for part in (self._draft_end, self._sender, self._socket):
+        for part in (self._dock, self._sender, self._socket):
             if part is not None:
                 part.close()
         self._collectives.close()
