@@ -147,8 +147,8 @@ def _detokenize_raw(raw: bytes, dependencies: ApiDependencies) -> bytes:
 
 
 async def _openapi(request: Request) -> Response:
-    del request
-    return _json(await asyncio.to_thread(openapi_document))
+    dependencies: ApiDependencies | None = request.app.state.dependencies
+    return _json(await asyncio.to_thread(openapi_document, dependencies and dependencies.model_name))
 
 
 async def _generate(request: Request, body_type: type[ChatBody | CompletionBody]) -> Response:

@@ -53,9 +53,18 @@ _ERRORS = {
 
 
 @cache
-def openapi_document() -> bytes:
-    """The document as JSON; made once."""
-    return msgspec.json.encode(_document())
+def openapi_document(model_name: str | None = None) -> bytes:
+    """The document as JSON; made once per name.
+
+    Args:
+        model_name: the only one that requests may name, where it is known.
+    """
+    document = _document()
+    if model_name is not None:
+        for body in _BODIES:
+            properties = document["components"]["schemas"][body.__name__]["properties"]
+            properties["model"] = properties["model"] | {"const": model_name}
+    return msgspec.json.encode(document)
 
 
 def _document() -> dict[str, Any]:
@@ -124,7 +133,7 @@ def _operation(
     """
     content: dict[str, Any] = {"application/json": {"schema": answer}}
     if chunk is not None:
-        content["text/event-stream"] = {"schema": {"type": "string"}, "x-event-schema": chunk}
+        content["text/event-stream"] = {"schema": _event(chunk)}
     responses: dict[str, Any] = {"200": {"description": "The answer", "content": content}}
     for status in errors if errors is not None else tuple(_ERRORS) if body is not None else ():
         responses[str(status)] = _json_response(_ERRORS[status], {"$ref": "#/components/schemas/ErrorEnvelope"})
@@ -134,6 +143,19 @@ def _operation(
     if body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
     return operation
+
+
+def _event(chunk: Mapping[str, Any]) -> dict[str, Any]:
+    """An event of a stream: a chunk, an error that ended it, or the mark of its end."""
+    data = {
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": [chunk, {"$ref": "#/components/schemas/ErrorEnvelope"}]},
+    }
+    return {
+        "type": "object",
+        "properties": {"data": {"type": "string", "anyOf": [{"const": "[DONE]"}, data]}},
+        "required": ["data"],
+    }
 
 
 def _json_response(description: str, schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import httpx
 import openai
+import pydantic
 import pytest
 import uvicorn
 from fake_engine import FakeEngine
@@ -102,6 +103,42 @@ def test_completions_streaming_and_not(served: Served) -> None:
     assert whole.id.startswith("cmpl-")
     chunks = list(served.client.completions.create(**options, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+
+
+def test_choices_with_logprobs_streaming_and_not(served: Served) -> None:
+    options = {"model": "tiny", "messages": MESSAGES, "n": 3, "seed": 1, "logprobs": True, "top_logprobs": 2}
+    whole = served.client.chat.completions.create(**options)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2]
+    texts = {choice.index: choice.message.content for choice in whole.choices}
+    assert len(set(texts.values())) == 3
+    assert all(len(token.top_logprobs) == 2 for choice in whole.choices for token in choice.logprobs.content)
+    streamed: dict[int, str] = {}
+    num_tokens = 0
+    for chunk in served.client.chat.completions.create(**options, stream=True):
+        (choice,) = chunk.choices
+        streamed[choice.index] = streamed.get(choice.index, "") + (choice.delta.content or "")
+        num_tokens += len(choice.logprobs.content) if choice.logprobs else 0
+    assert streamed == texts
+    assert num_tokens == whole.usage.completion_tokens
+
+
+def test_several_prompts_with_echo(served: Served) -> None:
+    answer = served.client.completions.create(model="tiny", prompt=["go", "now"], echo=True, logprobs=1, max_tokens=2)
+    assert [choice.text[:3] for choice in answer.choices] == ["got", "now"]
+    assert [choice.logprobs.token_logprobs[0] for choice in answer.choices] == [None, None]
+
+
+class Place(pydantic.BaseModel):
+    city: str
+    days: int
+
+
+def test_structured_output_is_parsed_by_the_client(served: Served) -> None:
+    served.engine = make_engine(script=CODEC.encode('{"city": "Paris", "days": 3}'))
+    answer = served.client.chat.completions.parse(model="tiny", messages=MESSAGES, response_format=Place)
+    assert answer.choices[0].message.parsed == Place(city="Paris", days=3)
+    grammar = served.engine.submitted[0].sampling.grammar
+    assert (grammar.kind, "city" in grammar.text) == ("json_schema", True)
 
 
 def test_an_answer_can_be_sent_back_and_speculation_capped(served: Served) -> None:
