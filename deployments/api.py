@@ -29,9 +29,10 @@ from deployments.answers import AnswerWriter, ChatFormat, CompletionFormat, join
 from deployments.connection import ClientGone, RequestContext, read_body, while_connected
 from deployments.engine_client import EngineClient, Health
 from deployments.fanout import merge
-from deployments.generation import ApiLimits, RunningId, RunningIds, make_choice, make_submits, read_pieces
+from deployments.generation import RunningId, RunningIds, make_choice, make_submits, read_pieces
 from deployments.http_errors import ModelNotFound, from_validation, routing_error, to_http
 from deployments.openapi import openapi_document
+from deployments.prompts import ApiLimits
 from deployments.protocol import ChatBody, CompletionBody, DetokenizeBody, ModelBody, TokenizeBody, TokenizeChatBody
 from deployments.responses import HealthReport, ModelCard, ModelList, Piece
 from deployments.sse import EventStreamResponse, event_bytes

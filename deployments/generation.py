@@ -1,39 +1,26 @@
 """From a request body to the engine and back to pieces.
 
-Owns how a body becomes Submits (prompts, defaults, what fits the context and the vocabulary), the reading of deltas,
-and the ids of requests that run. Does not know HTTP or the shape of answers.
+Owns how a body becomes Submits (defaults, options, how many), the reading of deltas, and the ids of requests that run.
+Does not know HTTP or the shape of answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from deployments.choice import ChoiceStream, Echo
 from deployments.detokenizer import TextStream
 from deployments.http_errors import ContextLengthExceeded
-from deployments.messages import Message, Tool
-from deployments.protocol import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody, ConversationBody
+from deployments.prompts import ApiLimits, check_ids, encode_prompts
+from deployments.protocol import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody
 from deployments.responses import Piece
 from deployments.structured import check_grammar
 from deployments.text import TextCodec
-from deployments.tools import forcing_grammar, make_parser
+from deployments.tool_grammar import forcing_grammar
+from deployments.tools import make_parser
 from engine.errors import EngineError, EngineUnavailable, InvalidRequest
 from engine.request import Delta, GrammarSpec, SamplingParams, SpeculativeOptions, Submit
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ApiLimits:
-    """What a request may ask for."""
-
-    max_model_len: int
-    """Prompt + output, tokens."""
-    vocab_size: int
-    """Token ids that the target accepts are below it."""
-    max_body_bytes: int = 4 * 2**20
-    inline_body_bytes: int = 4096
-    """Longer bodies are parsed and tokenised in a thread, so that streams do not wait for them."""
 
 
 class RunningId:
@@ -66,83 +53,6 @@ class RunningIds:
 
     def __len__(self) -> int:
         return len(self._ids)
-
-
-def encode_conversation(body: ConversationBody, codec: TextCodec, *, with_tools: bool) -> tuple[int, ...]:
-    """Token ids of a conversation.
-
-    Args:
-        with_tools: show the body's tools to the model.
-
-    Raises:
-        InvalidRequest: field `messages`, `tools` or `chat_template_kwargs`.
-    """
-    if with_tools and codec.tool_form is None:
-        raise InvalidRequest(
-            "tools cannot be used: this model's chat template defines no tools in a form that this server reads "
-            "(Hermes or Llama 3); leave them out or set tool_choice to 'none'",
-            field="tools",
-        )
-    index = next((i for i, turn in enumerate(body.messages) if turn.uses_tools), None)
-    if index is not None and codec.tool_form is None:
-        field = f"messages[{index}]." + ("role" if body.messages[index].role == "tool" else "tool_calls")
-        raise InvalidRequest(f"{field} cannot be shown: this model's chat template defines no tools", field=field)
-    return codec.encode_chat(
-        [Message.for_template(turn) for turn in body.messages],
-        tools=[Tool.for_template(tool) for tool in body.tools or ()] if with_tools else None,
-        begins_turn=body.begins_a_turn,
-        continues_last=bool(body.continue_final_message),
-        options=body.chat_template_kwargs,
-    )
-
-
-def encode_prompts(body: ChatBody | CompletionBody, codec: TextCodec, limits: ApiLimits) -> tuple[tuple[int, ...], ...]:
-    """Token ids of each prompt, at least one.
-
-    Raises:
-        InvalidRequest: field `prompt`, or one of those of a conversation.
-    """
-    if isinstance(body, ChatBody):
-        prompt = encode_conversation(body, codec, with_tools=body.may_call_tools)
-        return (_checked(prompt, "messages", "messages", limits),)
-    prompts = []
-    for index, given in enumerate(body.prompt):
-        name = f"prompt[{index}]" if len(body.prompt) > 1 else "prompt"
-        prompt = codec.encode(given) if isinstance(given, str) else given
-        prompts.append(_checked(prompt, name, "prompt", limits))
-    return tuple(prompts)
-
-
-def _checked(prompt: tuple[int, ...], name: str, field: str, limits: ApiLimits) -> tuple[int, ...]:
-    """The prompt itself, if the model can take it. `name` says which one it is, `field` where it was given."""
-    if not prompt:
-        raise InvalidRequest(
-            f"{name} must hold at least one token; it is empty, or the model's vocabulary has no token for it",
-            field=field,
-        )
-    check_ids(prompt, name, field, limits)
-    if len(prompt) >= limits.max_model_len:
-        raise ContextLengthExceeded(
-            f"The context holds {limits.max_model_len} tokens, but {name} has {len(prompt)}, "
-            "which leaves no room for an answer; shorten it",
-            field=field,
-        )
-    return prompt
-
-
-def check_ids(token_ids: Sequence[int], name: str, field: str, limits: ApiLimits) -> None:
-    """Refuse ids that the model does not have.
-
-    Raises:
-        InvalidRequest: field `field`.
-    """
-    if token_ids and (min(token_ids) < 0 or max(token_ids) >= limits.vocab_size):
-        index = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < limits.vocab_size)
-        given = token_ids[index]
-        shown = given if abs(given) < 10**18 else "a very large number"
-        raise InvalidRequest(
-            f"{name}: token id {shown} at index {index} is outside 0 to {limits.vocab_size - 1}", field=field
-        )
 
 
 def choose_max_tokens(body: ChatBody | CompletionBody, num_prompt: int, limits: ApiLimits) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pydantic_core
 
-from deployments.generation import ApiLimits, check_ids, encode_conversation
+from deployments.prompts import ApiLimits, check_ids, encode_conversation
 from deployments.protocol import DetokenizeBody, TokenizeBody, TokenizeChatBody
 from deployments.responses import Detokenized, Tokenized
 from deployments.text import TextCodec

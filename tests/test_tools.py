@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from xgrammar.testing import _is_grammar_accept_string
 
 from deployments.messages import Tool, ToolChoice
-from deployments.tools import FoundCall, detect_form, forcing_grammar, make_parser
+from deployments.tool_grammar import forcing_grammar
+from deployments.tools import FoundCall, detect_form, make_parser
 from engine.errors import InvalidRequest
 
 NAMES = ("weather", "time")
