@@ -27,6 +27,7 @@ from deployments.responses import (
     Piece,
     PromptTokensDetails,
     SpeculativeUsage,
+    StepTrace,
     Usage,
 )
 from deployments.tools import FoundCall
@@ -171,7 +172,8 @@ class AnswerWriter:
     def chunk(self, piece: Piece, *, is_first: bool, includes_usage: bool) -> bytes:
         """One chunk; `usage` is null where the client will get it in a chunk of its own."""
         choice = self._format.chunk_choice(piece, is_first=is_first)
-        return self._encode(self._format.chunk_object, (choice,), None if includes_usage else UNSET)
+        usage = None if includes_usage else UNSET
+        return self._encode(self._format.chunk_object, (choice,), usage, piece.trace or UNSET)
 
     def usage_chunk(self, lasts: Sequence[Piece]) -> bytes:
         """The chunk after all others.
@@ -196,7 +198,13 @@ class AnswerWriter:
             speculative=SpeculativeUsage(num_drafted, num_accepted),
         )
 
-    def _encode(self, object_name: str, choices: tuple[Any, ...], usage: Usage | UnsetType | None) -> bytes:
+    def _encode(
+        self,
+        object_name: str,
+        choices: tuple[Any, ...],
+        usage: Usage | UnsetType | None,
+        trace: StepTrace | UnsetType = UNSET,
+    ) -> bytes:
         return self._encoder.encode(
             Answer(
                 id=self.answer_id,
@@ -206,5 +214,6 @@ class AnswerWriter:
                 choices=choices,
                 usage=usage,
                 system_fingerprint=self._system_fingerprint,
+                paceline=trace,
             )
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from deployments.detokenizer import Detokenizer, TextStream
 from deployments.logprobs import TokenRecord
-from deployments.responses import FinishReason, Piece
+from deployments.responses import FinishReason, Piece, StepTrace
 from deployments.tools import FoundCall, ToolCallParser
 from engine.request import Delta, TokenLogprobs
 
@@ -48,6 +48,7 @@ class _Gathered:
     text: str = ""
     records: tuple[TokenRecord, ...] = ()
     calls: tuple[FoundCall, ...] = ()
+    trace: StepTrace | None = None
 
 
 class ChoiceStream:
@@ -58,6 +59,7 @@ class ChoiceStream:
         index: of the answer within the request.
         by_token: a piece per token instead of per delta.
         has_logprobs: record each token's log-probabilities.
+        has_trace: say where the tokens of each delta come from; not together with `by_token`.
         hidden_stops: token ids that end the answer and are not shown, beside those that the decoder hides anyway.
         parser: finds calls of tools.
         is_parallel: more than one call is allowed; otherwise the answer ends with the first.
@@ -72,6 +74,7 @@ class ChoiceStream:
         index: int = 0,
         by_token: bool = False,
         has_logprobs: bool = False,
+        has_trace: bool = False,
         hidden_stops: Collection[int] = (),
         parser: ToolCallParser | None = None,
         is_parallel: bool = True,
@@ -82,6 +85,7 @@ class ChoiceStream:
         self._index = index
         self._by_token = by_token
         self._has_logprobs = has_logprobs
+        self._has_trace = has_trace
         self._hidden_stops = hidden_stops
         self._parser = parser
         self._is_parallel = is_parallel
@@ -89,8 +93,9 @@ class ChoiceStream:
         self._has_answer = has_answer
         self._num_echoed = 0
         self._num_completion = 0
+        self._num_steps = 0
         self._reason: FinishReason | None = None
-        self._takes_single_tokens = by_token or has_logprobs or parser is not None
+        self._takes_single_tokens = by_token or has_logprobs or has_trace or parser is not None
 
     def push(self, delta: Delta) -> list[Piece]:
         """Pieces of one delta, in order; the last one of the answer has `finish_reason`, and nothing follows it."""
@@ -100,11 +105,17 @@ class ChoiceStream:
             return [self._piece(gathered, delta)]
         ids = delta.token_ids
         groups = [ids[i : i + 1] for i in range(len(ids))] if self._takes_single_tokens and ids else [ids]
-        pieces = []
+        pieces: list[Piece] = []
+        texts: list[str] = []
+        self._num_steps += 1
         for number, group in enumerate(groups):
             is_end = number == len(groups) - 1 and delta.finish_reason is not None
             logprobs = delta.logprobs[number] if self._has_logprobs and group and delta.logprobs else None
+            num_shown = len(gathered.text)
             self._add(gathered, group, logprobs, delta.finish_reason if is_end else None)
+            if self._has_trace:
+                texts += [gathered.text[num_shown:]] * bool(group)
+                gathered.trace = _trace(delta, self._num_steps, texts)
             if self._by_token or self._reason is not None:
                 pieces.append(self._piece(gathered, delta))
                 gathered = _Gathered()
@@ -157,4 +168,13 @@ class ChoiceStream:
             index=self._index,
             records=gathered.records,
             calls=gathered.calls,
+            trace=gathered.trace,
         )
+
+
+def _trace(delta: Delta, step: int, texts: Sequence[str]) -> StepTrace:
+    """Of the tokens that were used: those after a stop string are not."""
+    num_used = len(texts)
+    accepted = min(delta.num_accepted_now, num_used)
+    last = delta.last if num_used == len(delta.token_ids) and num_used > accepted else None
+    return StepTrace(step, accepted, last, delta.token_ids[:num_used], tuple(texts))

@@ -174,6 +174,7 @@ def make_choice(body: ChatBody | CompletionBody, submit: Submit, index: int, cod
         index=index,
         by_token=body.streams_tokens,
         has_logprobs=body.num_logprobs is not None,
+        has_trace=body.is_traced,
         hidden_stops=frozenset(body.stop_token_ids),
         parser=parser,
         is_parallel=not isinstance(body, ChatBody) or body.parallel_tool_calls is not False,

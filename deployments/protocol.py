@@ -60,6 +60,8 @@ class SpeculativeBody(Body):
 
     enabled: bool = True
     max_k: Annotated[int, Field(ge=0, le=MAX_K)] | None = None
+    trace: bool = False
+    """Each chunk of a stream says where its tokens come from, in a field `paceline` beside OpenAI's own."""
 
 
 class StreamOptions(Body):
@@ -97,6 +99,12 @@ class GenerationBody(ModelBody, GuidedFields):
             raise field_error("stream_options", "is only allowed when 'stream' is true")
         if self.stream_granularity == "token" and not self.stream:
             raise field_error("stream_granularity", "is only allowed when 'stream' is true")
+        if self.is_traced and not self.stream:
+            raise field_error("speculative.trace", "is only allowed when 'stream' is true")
+        if self.is_traced and self.streams_tokens:
+            raise field_error(
+                "speculative.trace", "shows whole steps; it cannot be combined with stream_granularity 'token'"
+            )
         asked = [field for field, _ in self.grammars()]
         if len(asked) > 1:
             raise field_error(asked[1], f"cannot be combined with {asked[0]}; use one of them")
@@ -118,6 +126,10 @@ class GenerationBody(ModelBody, GuidedFields):
     @property
     def streams_tokens(self) -> bool:
         return self.stream_granularity == "token"
+
+    @property
+    def is_traced(self) -> bool:
+        return self.speculative is not None and self.speculative.trace
 
 
 class ConversationBody(Body):

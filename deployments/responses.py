@@ -13,9 +13,24 @@ from msgspec import UNSET, Struct, UnsetType
 
 from deployments.logprobs import ChatLogprobs, CompletionLogprobs, TokenRecord
 from deployments.tools import FoundCall
+from engine.request import EmittedKind
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 Choice = TypeVar("Choice")
+
+
+class StepTrace(Struct, frozen=True):
+    """Where the tokens of one chunk come from: those of one step, in order."""
+
+    step: int
+    """Steps of this answer so far, this one included."""
+    accepted: int
+    """So many from the front are accepted draft tokens."""
+    last: EmittedKind | None
+    """Origin of the token after them; null where the answer ended before it."""
+    token_ids: tuple[int, ...]
+    texts: tuple[str, ...]
+    """What each token made visible; joined, the text of the chunk. A token that completes nothing has an empty one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +49,13 @@ class Piece:
     records: tuple[TokenRecord, ...] = ()
     """One per token where log-probabilities were asked for."""
     calls: tuple[FoundCall, ...] = ()
+    trace: StepTrace | None = None
+    """Where it was asked for."""
 
     @property
     def is_silent(self) -> bool:
         """Whether a client would learn nothing from it."""
-        return not (self.text or self.records or self.calls or self.finish_reason)
+        return not (self.text or self.records or self.calls or self.finish_reason or self.trace)
 
 
 class PromptTokensDetails(Struct, frozen=True):
@@ -133,6 +150,8 @@ class Answer(Struct, Generic[Choice], frozen=True, kw_only=True):
     choices: tuple[Choice, ...]
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | None = None
+    paceline: StepTrace | UnsetType = UNSET
+    """In chunks, where `speculative.trace` asks for it."""
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):

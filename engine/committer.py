@@ -76,6 +76,9 @@ class Committer:
             num_cached=request.num_cached,
             num_drafted=request.num_drafted,
             num_accepted=request.num_accepted,
+            queue_s=request.queue_s,
+            num_accepted_now=num_accepted,
+            last=row.last if len(emitted) == len(row.token_ids) else None,
         )
 
     def _finish_reason(self, request: Request, token: int) -> FinishReason | None:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:  # only a type here; rules compute with torch
     from engine.rules import Rules
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-
+EmittedKind = Literal["accepted", "recovered", "bonus", "plain"]
+"""Origin of a token: of the draft, or of the target after a rejection, after a whole accepted draft, or without one."""
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf", "choice"]
 
@@ -121,6 +122,12 @@ class Delta:
     """Draft tokens verified for this request, in total so far."""
     num_accepted: int = 0
     """Draft tokens accepted for this request, in total so far."""
+    queue_s: float = 0.0
+    """Seconds from its arrival in the engine to its first step."""
+    num_accepted_now: int = 0
+    """Of `token_ids`, so many from the front are accepted draft tokens."""
+    last: EmittedKind | None = None
+    """Origin of the token after them; None where the answer ended before it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -147,6 +154,9 @@ class Request:
     """Verdicts so far; makes draft draws of different steps independent."""
     finish_reason: FinishReason | None = None
     arrival_s: float = 0.0
+    """Monotonic time."""
+    queue_s: float = 0.0
+    """Seconds from arrival to the first step. Written by the scheduler only, once."""
     rules: Rules | None = None
     """Penalties and grammar; None where all are neutral. Follows `tokens`, never leads them."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)

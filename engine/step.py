@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from engine.request import Request, TokenLogprobs
+from engine.request import EmittedKind, Request, TokenLogprobs
 
 if TYPE_CHECKING:  # only a type here, so that `autoscale` and the simulator do without it
     import torch
@@ -85,9 +85,6 @@ class Draft:
     """Seconds between the two processes, both ways."""
     num_fed: int = 0
     """Committed tokens the draft had to read before it could run ahead."""
-
-
-EmittedKind = Literal["accepted", "recovered", "bonus", "plain"]
 
 
 @dataclass(frozen=True, slots=True)

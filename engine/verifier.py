@@ -20,9 +20,10 @@ import torch
 
 from engine.logprobs import prompt_rows, score
 from engine.packing import Forward, plan_forward
+from engine.request import EmittedKind
 from engine.rules import Shaper
 from engine.sampling import Law, Purpose, draw, gumbel, stream_seed, uniform, warp
-from engine.step import Batch, Draft, DraftRow, EmittedKind, RowVerdict, Span, Verdict
+from engine.step import Batch, Draft, DraftRow, RowVerdict, Span, Verdict
 
 
 class Verifier:

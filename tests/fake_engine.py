@@ -94,6 +94,8 @@ class FakeEngine:
                 num_cached=len(submit.prompt) // 2,
                 num_drafted=num_steps * (self.max_step - 1),
                 num_accepted=end - num_steps,
+                num_accepted_now=end - done - 1,
+                last="bonus" if end - done == self.max_step else "recovered",
             )
             done = end
 
