@@ -7,10 +7,12 @@ that cannot be lost: engines keep the last plan when it dies, and tell a new one
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+from autoscale.history import History, HistoryView
 from autoscale.observation import Observation
-from engine.config import SpeculativeConfig
+from engine.config import PolicyName, SpeculativeConfig
 from engine.plan import Plan
 
 
@@ -39,14 +41,40 @@ class Controller:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._reports: dict[str, EngineReport] = {}
+        self._history = History()
 
-    def report(self, engine_id: str, observation: Observation) -> Plan:
-        """Take what an engine did since its last report; answer with the plan in force."""
+    def report(self, engine_id: str, observation: Observation, plan: Plan | None = None) -> Plan:
+        """Take what an engine did since its last report; answer with the plan in force.
+
+        Args:
+            plan: that the engine follows. A newer one than ours comes from the controller before this one.
+        """
         self._reports[engine_id] = EngineReport(observation, time.monotonic())
+        if plan is not None and plan.version > self._plan.version:
+            self._plan = plan
+        self._history.add(engine_id, observation, self._plan, time.time())
+        return self._plan
+
+    def override(
+        self,
+        *,
+        policy: PolicyName | None = None,
+        max_k: int | None = None,
+        max_batch: int | None = None,
+        enabled: bool | None = None,
+    ) -> Plan:
+        """Change what is given, for every engine from its next report on; answers with the new plan."""
+        given = {"policy": policy, "max_k": max_k, "max_batch": max_batch, "enabled": enabled}
+        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        self._plan = replace(self._plan, version=self._plan.version + 1, **changes)
         return self._plan
 
     def plan(self) -> Plan:
         return self._plan
+
+    def history(self, since_s: float) -> HistoryView:
+        """The last minutes of all engines, from a unix time on."""
+        return self._history.view(since_s, self._plan, time.time())
 
     def reports(self) -> dict[str, EngineReport]:
         """The last report of each engine."""

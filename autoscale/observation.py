@@ -6,7 +6,8 @@ Owns sums only, never ratios, so observations of several engines can be added. N
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 from engine.step import StepStats
 
@@ -32,23 +33,53 @@ class Observation:
     verify_s: float = 0.0
     sample_s: float = 0.0
     step_s: float = 0.0
+    plain_s: float = 0.0
+    """Predicted seconds of the same steps without drafts; each would have emitted a token per sampling span."""
 
 
 class Aggregator:
-    """Collects step stats between two reports. `add` and `take` may run in different threads."""
+    """Collects step stats between two reports. `add` and `take` may run in different threads.
 
-    def __init__(self) -> None:
-        self._stats: deque[StepStats] = deque()
+    Args:
+        plain_s: predicts how long a step would have taken without drafts, seconds.
+    """
+
+    def __init__(self, plain_s: Callable[[StepStats], float] | None = None) -> None:
+        self._stats: deque[tuple[StepStats, float]] = deque()
+        self._plain_s = plain_s
 
     def add(self, stats: StepStats) -> None:
-        self._stats.append(stats)
+        self._stats.append((stats, self._plain_s(stats) if self._plain_s is not None else 0.0))
 
     def take(self) -> Observation:
         """Everything since the last call."""
-        taken = []
+        taken, plain_s = [], 0.0
         while self._stats:
-            taken.append(self._stats.popleft())
-        return summarise(taken)
+            stats, seconds = self._stats.popleft()
+            taken.append(stats)
+            plain_s += seconds
+        return replace(summarise(taken), plain_s=plain_s)
+
+
+_SUMS = tuple(
+    field.name
+    for field in fields(Observation)
+    if field.name not in ("num_waiting", "accepted_by_position", "drafted_by_position", "k_by_reason")
+)
+
+
+def combine(observations: Sequence[Observation]) -> Observation:
+    """Add up observations, of one engine in order or of several; at least one."""
+    reasons: Counter[str] = Counter()
+    for observation in observations:
+        reasons.update(observation.k_by_reason)
+    return Observation(
+        num_waiting=observations[-1].num_waiting,
+        accepted_by_position=_add_positions([o.accepted_by_position for o in observations]),
+        drafted_by_position=_add_positions([o.drafted_by_position for o in observations]),
+        k_by_reason=dict(reasons),
+        **{name: sum(getattr(o, name) for o in observations) for name in _SUMS},
+    )
 
 
 def summarise(stats: list[StepStats]) -> Observation:

@@ -28,6 +28,7 @@ from engine.engine import PlanSlot
 from engine.model_store import cache_folder
 from engine.placement import threads_per_shard
 from engine.plan import Plan
+from engine.step import StepStats
 from engine.target_shard import TargetShard
 
 CONTROLLER_NAMESPACE = "paceline"
@@ -68,10 +69,14 @@ class ShardActor(ProcessMixin, TargetShard):
         self._costs = TableCache(cache_folder() / "costs", self._identity())
         self._goodput = make_goodput(speculative.method, speculative.k, self._first_costs())
         slot = PlanSlot(initial_plan(speculative))
-        aggregator = Aggregator()
+        aggregator = Aggregator(self._plain_s)
         link = ControllerLink(controller_name(app_name), engine_id, slot, aggregator)
         threading.Thread(target=link.run, name="controller-link", daemon=True).start()
         return self.listen(PolicyPacer(self._goodput), lambda: slot.current, aggregator.add)
+
+    def _plain_s(self, stats: StepStats) -> float:
+        """What this step would have taken without drafts."""
+        return self._goodput.cost.step_s(stats.num_rows - stats.num_drafted, stats.context_len)
 
     def attach_measured_draft(self, timeout_s: float) -> None:
         """`attach_draft`, and time the draft first."""

@@ -19,6 +19,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from autoscale.controller import initial_plan
+from autoscale.history import HistoryView
 from deployments.actors import (
     CONTROLLER_NAMESPACE,
     ControllerActor,
@@ -38,6 +39,7 @@ from engine.request import Delta, Submit
 from engine.target_shard import ShardReady
 
 CONTROLLER_CHECK_PERIOD_S = 2.0
+HISTORY_TIMEOUT_S = 3.0
 _log = logging.getLogger(__name__)
 
 
@@ -118,6 +120,18 @@ class EngineGroup:
         if self._draft is not None and not self._draft.is_up:
             return Health(status="degraded", reason=f"no draft, serving without: {self._draft.reason}", draft=draft)
         return Health(status="ok", draft=draft)
+
+    async def history(self, since_s: float) -> HistoryView:
+        """The last minutes of all engines of the app, from a unix time on.
+
+        Raises:
+            EngineUnavailable: the controller is gone, or does not answer; a new one is being made.
+        """
+        try:
+            view: HistoryView = await asyncio.wait_for(self._controller.history.remote(since_s), HISTORY_TIMEOUT_S)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            raise EngineUnavailable("The controller does not answer; try again soon") from error
+        return view
 
     async def stop(self) -> None:
         """Stop everything this group made, the controller excepted (other replicas share it)."""

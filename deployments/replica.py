@@ -17,6 +17,7 @@ from deployments.api import ApiDependencies, ApiLimits, build_api
 from deployments.engine_group import EngineGroup
 from deployments.settings import AppSettings
 from deployments.text import TextCodec
+from deployments.ui_routes import add_ui_routes
 from deployments.vocabulary import check_draft_vocabulary
 from engine.errors import EngineUnavailable
 from engine.model_store import resolve_model
@@ -55,7 +56,7 @@ class Replica:
             vocab_size=self._ready.vocab_size,
             max_body_bytes=self._settings.max_body_bytes,
         )
-        return build_api(
+        app = build_api(
             ApiDependencies(
                 client_provider=lambda: self._group,
                 codec=self._codec,
@@ -64,6 +65,8 @@ class Replica:
                 limits=limits,
             )
         )
+        add_ui_routes(app, model_name=self._settings.served_name, history=self._group.history)
+        return app
 
     async def check_health(self) -> None:
         """Called by Serve; raising a few times in a row has the replica replaced."""
