@@ -120,6 +120,8 @@ class CostModel:
         self._rate = rate
         self._usual: dict[str, float] = {}
         self._errors: deque[float] = deque(maxlen=512)
+        self.predicted_s = 0.0
+        """Duration that was expected of the step observed last."""
 
     def verify_s(self, rows: float, context: float) -> float:
         """Target forward over `rows` rows with `context` cached tokens in all."""
@@ -158,6 +160,7 @@ class CostModel:
         """Learn from a step, after noting how wrong the prediction for it was."""
         depth, batch = stats.depth, len(stats.outcomes)
         predicted = self.step_s(stats.num_rows, stats.context_len, batch, depth, stats.num_fed)
+        self.predicted_s = predicted
         if stats.step_s > 0:
             self._errors.append(abs(predicted - stats.step_s) / stats.step_s)
         residual = self._clipped("verify", stats.verify_s - self.verify_s(stats.num_rows, stats.context_len))

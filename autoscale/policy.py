@@ -92,7 +92,8 @@ class PolicyPacer:
         }
 
     def choose(self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
-        return self._policies[plan.policy].choose(plan, decodes, num_prefill_rows)
+        policy = plan.policy if plan.enabled else "off"
+        return self._policies[policy].choose(plan, decodes, num_prefill_rows)
 
     def observe(self, stats: StepStats) -> None:
         for policy in self._policies.values():

@@ -6,7 +6,7 @@ every YAML file in this folder, the command line and a running deployment.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -31,6 +31,21 @@ class AppSettings(Settings):
     """Deadline for weights and caches of all shards."""
     drain_timeout_s: Annotated[float, Field(ge=0)] = 120.0
     """How long requests in flight may take to finish when a replica stops."""
+
+    metrics_host: str = "127.0.0.1"
+    """Address on which each replica exposes its metrics; another one lets Prometheus come from another machine."""
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of it; 0 takes a free one, which is needed where a machine has several replicas."""
+    metrics_dir: str | None = None
+    """Folder of the targets for Prometheus' file_sd; default: $PACELINE_METRICS_DIR, else metrics-targets in the cache."""
+    log_format: Literal["text", "json"] = "text"
+    """How the replica's log lines are written; `json` also writes one line per request, with its id."""
+    trace_file: str | None = None
+    """Write an OpenTelemetry trace of every request to this file, one JSON object per span."""
+    trace_endpoint: str | None = None
+    """Send traces to this OTLP/HTTP endpoint; needs opentelemetry-exporter-otlp-proto-http."""
+    num_timelines: Annotated[int, Field(ge=0, le=100_000)] = 256
+    """Last requests whose timeline /debug/requests shows."""
 
     @property
     def served_name(self) -> str:

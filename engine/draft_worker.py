@@ -21,6 +21,7 @@ from engine.draft_dock import DraftInfo
 from engine.draft_model import DraftModel
 from engine.errors import ConfigError, EngineError, EngineUnavailable
 from engine.grammar import Grammars
+from engine.ledger import Ledger, Readings, count_blocks
 from engine.model_config import ModelConfig
 from engine.model_runner import ModelRunner, kv_bytes_per_token, num_kv_blocks
 from engine.models import load_model
@@ -50,6 +51,8 @@ class DraftWorker:
         self._stop = threading.Event()
         self._model: DraftModel | None = None
         self._end: DraftEnd | None = None
+        self._pool: BlockPool | None = None
+        self._memory_bytes = self._cap_bytes = 0
 
     def load(self) -> DraftInfo:
         """Load weights and make the KV pool inside the cap.
@@ -73,7 +76,8 @@ class DraftWorker:
                 raise EngineError("the draft got no logits")
             return logits[:, :width]  # columns beyond the target's vocabulary are padding and are never drafted
 
-        pool = BlockPool(num_blocks, self._config.kv_block_size, prefix_cache=self._config.prefix_cache)
+        self._pool = pool = BlockPool(num_blocks, self._config.kv_block_size, prefix_cache=self._config.prefix_cache)
+        self._memory_bytes += num_blocks * pool.block_size * kv_bytes_per_token(model.config, dtype=dtype)
         grammars = Grammars(lambda: load_tokenizer_info(self._target_folder, target_vocab))
         self._model = DraftModel(forward, pool, vocab=vocab, max_model_len=max_model_len, grammars=grammars)
         return DraftInfo(width, tuple(vocab.tolist()) if vocab is not None else None)
@@ -107,12 +111,22 @@ class DraftWorker:
         """Make `run` return. Idempotent, any thread."""
         self._stop.set()
 
+    def metrics(self) -> Readings:
+        """KV blocks, and memory against its cap. Any thread."""
+        ledger = Ledger()
+        ledger.set("paceline_draft_memory_bytes", self._memory_bytes)
+        ledger.set("paceline_draft_memory_cap_bytes", self._cap_bytes)
+        if self._pool is not None:
+            count_blocks(ledger, self._pool, "draft")
+        return ledger.read()
+
     def _num_blocks(self, config: ModelConfig, dtype: torch.dtype) -> int:
         """Blocks of the draft's pool, scratch included: what the cap leaves after the weights."""
         fraction = self._config.speculative.memory_fraction
         total = self._total_memory()
         cap = int(total * fraction)
         weights = self._weight_bytes(config, dtype)
+        self._memory_bytes, self._cap_bytes = weights, cap
         one = (config.max_model_len if self._config.max_model_len is None else self._config.max_model_len) + 1
         needed = kv_bytes_per_token(config, dtype=dtype) * min(one, 4096)
         if weights + needed > cap:

@@ -229,4 +229,5 @@ def _last_delta(request: Request, error: str | None) -> Delta:
         num_cached=request.num_cached,
         num_drafted=request.num_drafted,
         num_accepted=request.num_accepted,
+        queue_s=request.queue_s,
     )

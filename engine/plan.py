@@ -25,6 +25,8 @@ class Plan:
     """Upper bound of K for every request."""
     max_batch: int = 16
     """Policy `threshold`: no drafting at this many decoding requests or more."""
+    enabled: bool = True
+    """False: no drafting under any policy."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ Decodes come first, so a long prompt only ever gets the rows that are left and n
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -113,6 +114,7 @@ class Scheduler:
                 break
             self._waiting.popleft()
             self._running.append(request)
+            request.queue_s = request.queue_s or time.monotonic() - request.arrival_s
             budget -= self._extend(request, budget, spans)
         # A request that was given a span can be preempted by a later one in the same step; it computes nothing then.
         held = tuple(span for span in spans if span.request.block_ids)

@@ -88,6 +88,7 @@ class TargetShard:
         self._sender: PlanSender | None = None
         self._socket: ShardSocket | None = None
         self.engine: Engine | None = None
+        self.pool: BlockPool | None = None
         self._dock: DraftDock | None = None
         self._max_model_len = 0
         self._num_forwards = 0
@@ -166,7 +167,7 @@ class TargetShard:
         config = self.config
         if self._runner is None:
             raise EngineError("listen before allocate")
-        pool = BlockPool(self._runner.num_blocks, config.kv_block_size, prefix_cache=config.prefix_cache)
+        self.pool = pool = BlockPool(self._runner.num_blocks, config.kv_block_size, prefix_cache=config.prefix_cache)
         scheduler = Scheduler(
             pool,
             pacer=pacer,
