@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from deployments.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from deployments.logprobs import TokenName
-from deployments.tools import ToolForm, detect_form
+from deployments.tools import OPEN, ToolForm, detect_form
 from engine.errors import ConfigError, InvalidRequest
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
@@ -177,9 +177,12 @@ def _tool_form(tokenizer: Any) -> ToolForm | None:
         return None
     try:
         # A model may have a template of its own for conversations with tools.
-        return detect_form(tokenizer.get_chat_template(tools=[{}]))
+        form = detect_form(tokenizer.get_chat_template(tools=[{}]))
     except ValueError:
         return None
+    # Special tokens are not shown, so calls between them would never be found.
+    hides_calls = any(token.special and token.content == OPEN for token in tokenizer.added_tokens_decoder.values())
+    return None if form == "hermes" and hides_calls else form
 
 
 def _token_bytes(backend: Tokenizer, hidden: frozenset[int]) -> list[bytes]:

@@ -9,12 +9,15 @@ from typing import Any
 import httpx
 import pytest
 import xgrammar
-from api_harness import CHAT, EOS, error_of, make_engine, stream_of, talk, tool_codec
+from api_harness import CHAT, EOS, HERMES_HINT, TOOL_TEMPLATE, error_of, make_engine, stream_of, talk, tool_codec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tiny_tokenizer import byte_level
+from tokenizers import AddedToken
 from xgrammar.testing import _is_grammar_accept_string
 
 from deployments.messages import Tool, ToolChoice
+from deployments.text import TextCodec
 from deployments.tool_grammar import forcing_grammar
 from deployments.tools import FoundCall, detect_form, make_parser
 from engine.errors import InvalidRequest
@@ -159,6 +162,14 @@ def test_a_call_without_end_is_held_and_shown_in_the_end(form: str) -> None:
 )
 def test_the_form_is_found_in_the_template(template: str, form: str | None) -> None:
     assert detect_form(template) == form
+
+
+def test_a_model_whose_marks_of_a_call_are_hidden_has_no_form() -> None:
+    tokenizer = byte_level()
+    tokenizer.chat_template = TOOL_TEMPLATE + HERMES_HINT
+    assert TextCodec(tokenizer, eos_token_ids=[EOS]).tool_form == "hermes"
+    tokenizer.add_tokens([AddedToken("<tool_call>", special=True)], special_tokens=True)
+    assert TextCodec(tokenizer, eos_token_ids=[EOS]).tool_form is None
 
 
 def tools(*definitions: dict[str, Any]) -> list[Tool]:
