@@ -15,6 +15,7 @@ from typing import Any
 from autoscale.comparison import FIXED_COLUMNS, compare
 from autoscale.simulate import HARDWARE, WORKLOADS
 from bench.options import add_bench_parser
+from dashboards.options import add_dashboards_parser
 from deployments import yaml_config
 from distill.options import add_distill_parser
 from engine.errors import PacelineError
@@ -44,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_simulate(commands)
     add_bench_parser(commands)
     add_distill_parser(commands)
+    add_dashboards_parser(commands)
     return parser
 
 

@@ -1,0 +1,36 @@
+"""Options of `paceline dashboards ...`. What the actions do is in `dashboards.actions`, imported when one runs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_dashboards_parser(subparsers: Any) -> None:
+    """Add `dashboards` and its actions to a command's subparsers; actions set `run`."""
+    parser = subparsers.add_parser("dashboards", help="Grafana dashboards and Prometheus alert rules")
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    install = actions.add_parser("install", help="put the dashboards into a Grafana, in their own folder")
+    install.add_argument("--grafana", required=True, metavar="URL", help="such as http://127.0.0.1:3000")
+    install.add_argument(
+        "--token",
+        help="service account token that may write dashboards and folders (default: $GRAFANA_TOKEN); "
+        "or give user:password in the URL",
+    )
+    install.add_argument("--timeout", type=float, default=10.0, metavar="S", help="seconds per call")
+    install.set_defaults(run=_run("install"))
+    render = actions.add_parser("render", help="write the dashboards' JSON and the alert rules")
+    render.add_argument("--out", type=Path, metavar="DIR", help="folder (default: those in the package)")
+    render.add_argument("--check", action="store_true", help="write nothing; status 1 if the files are not current")
+    render.set_defaults(run=_run("render"))
+
+
+def _run(name: str) -> Any:
+    def run(options: argparse.Namespace) -> int:
+        from dashboards import actions
+
+        status: int = getattr(actions, name)(options)
+        return status
+
+    return run

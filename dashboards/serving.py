@@ -1,0 +1,202 @@
+"""The Serving board: latencies, load, errors and the KV cache.
+
+Owns the choice and words of its panels. Queries come from the declarations.
+"""
+
+from __future__ import annotations
+
+from dashboards.model import Board, Panel, Query, Row
+from dashboards.promql import Scope
+from dashboards.speculation import switches
+
+TTFT_OBJECTIVE_S = 1.0
+"""Objective of the 95th percentile of time to first token, for the line in the panel and the alert."""
+
+
+def board(scope: Scope) -> Board:
+    """The board for these series."""
+    return Board(
+        uid="paceline-serving",
+        title="Paceline / Serving",
+        description="What clients see, what waits, what fails, and how full the KV cache is.",
+        rows=(_latency(scope), _load(scope), _errors(scope), _cache(scope)),
+        annotations=(switches(scope),),
+    )
+
+
+def error_share(scope: Scope) -> Query:
+    """Requests that ended in an error over all that ended."""
+    failed = scope.rate("requests_total", where='reason="error"')
+    return Query(f"{failed.expr} / {scope.rate('requests_total').expr}", "percentunit", "errors")
+
+
+def kv_use(scope: Scope, *by: str) -> Query:
+    """Used over all KV blocks, per cache."""
+    used, free = (scope.gauge(name, *by, "cache").expr for name in ("kv_used_blocks", "kv_free_blocks"))
+    legend = " ".join(f"{{{{{label}}}}}" for label in (*by, "cache"))
+    return Query(f"{used} / ({used} + {free})", "percentunit", legend)
+
+
+def _percentiles(scope: Scope, name: str) -> tuple[Query, ...]:
+    return (
+        scope.quantile(0.5, name),
+        scope.declared(name, "p95"),
+        scope.quantile(0.99, name),
+    )
+
+
+def _latency(scope: Scope) -> Row:
+    return Row(
+        "Latency",
+        (
+            Panel(
+                title="Time to first token",
+                unit="s",
+                description="From arrival to the first token: queue and prefill. Above the objective, look at the "
+                "queue first, then at prefill tokens.",
+                queries=_percentiles(scope, "ttft_seconds"),
+                warn_above=TTFT_OBJECTIVE_S,
+            ),
+            Panel(
+                title="Inter-token latency",
+                unit="s",
+                description="Time between two messages of a stream. With speculation one message carries several "
+                "tokens, so read it beside the time per output token.",
+                queries=_percentiles(scope, "itl_seconds"),
+            ),
+            Panel(
+                title="Time per output token",
+                unit="s",
+                description="After the first token, mean of each request.",
+                queries=_percentiles(scope, "tpot_seconds"),
+            ),
+            Panel(
+                title="End to end",
+                unit="s",
+                description="From arrival to the last token; it grows with the length of answers.",
+                queries=_percentiles(scope, "e2e_seconds"),
+            ),
+            Panel(
+                title="Time in the queue",
+                unit="s",
+                description="From arrival to the first step.",
+                queries=_percentiles(scope, "queue_seconds"),
+            ),
+            Panel(
+                title="Time to first token, distribution",
+                unit="s",
+                description="Requests per second in each bucket.",
+                queries=(scope.buckets("ttft_seconds"),),
+                shape="heatmap",
+            ),
+        ),
+    )
+
+
+def _load(scope: Scope) -> Row:
+    return Row(
+        "Load",
+        (
+            Panel(
+                title="Running and waiting",
+                unit="short",
+                description="Requests in the batch and in the queue. A queue that grows while running stands still "
+                "asks for another replica or for more KV blocks.",
+                queries=(
+                    scope.gauge("running_requests", legend="running"),
+                    scope.gauge("waiting_requests", legend="waiting"),
+                ),
+            ),
+            Panel(
+                title="Tokens in and out",
+                unit="tokens/s",
+                description="Prompt tokens of admitted requests, prompt tokens computed (the rest came from the prefix "
+                "cache), tokens sent to clients.",
+                queries=(
+                    scope.declared("prompt_tokens_total", "prompt"),
+                    scope.declared("prefill_tokens_total", "prefill"),
+                    scope.declared("generated_tokens_total", "generated"),
+                ),
+            ),
+            Panel(
+                title="Requests that ended",
+                unit="ops",
+                description="By finish reason.",
+                queries=(scope.declared("requests_total", "{{reason}}"),),
+                shape="stacked",
+            ),
+        ),
+    )
+
+
+def _errors(scope: Scope) -> Row:
+    return Row(
+        "Errors",
+        (
+            Panel(
+                title="Share of errors",
+                unit="percentunit",
+                description="Requests that ended in an error over all that ended; should be zero.",
+                queries=(error_share(scope),),
+                maximum=1,
+                warn_above=0.01,
+            ),
+            Panel(
+                title="Rejected",
+                unit="ops",
+                description="Refused before they entered: the queue was full, or the engine not available.",
+                queries=(scope.declared("rejected_total", "{{cause}}"),),
+                shape="stacked",
+            ),
+            Panel(
+                title="Preemptions",
+                unit="ops",
+                description="Running requests sent back for lack of KV blocks; each computes its tokens again. More "
+                "than a few per minute: lower max_num_requests or give the KV cache more.",
+                queries=(scope.declared("preemptions_total", "preemptions"),),
+            ),
+        ),
+    )
+
+
+def _cache(scope: Scope) -> Row:
+    return Row(
+        "KV cache",
+        (
+            Panel(
+                title="KV blocks in use",
+                unit="percentunit",
+                description="Used over all blocks, of target and draft. At 100 % of the target's, requests are "
+                "preempted; at 100 % of the draft's, requests run at K = 0.",
+                queries=(kv_use(scope),),
+                maximum=1,
+                warn_above=0.95,
+                width=6,
+            ),
+            Panel(
+                title="KV blocks",
+                unit="short",
+                description="Free blocks include cached prefixes that may be overwritten.",
+                queries=(
+                    scope.declared("kv_used_blocks", "{{replica}} {{cache}} used"),
+                    scope.declared("kv_free_blocks", "{{replica}} {{cache}} free"),
+                ),
+                width=6,
+            ),
+            Panel(
+                title="Evictions",
+                unit="ops",
+                description="Cached blocks overwritten per second. Harmless while the prefix-cache hit rate holds.",
+                queries=(scope.declared("kv_evictions_total", "{{cache}}"),),
+                width=6,
+            ),
+            Panel(
+                title="Prefix-cache hit rate",
+                unit="percentunit",
+                description="Prompt tokens that need not be computed.",
+                queries=(scope.declared("prefix_cache_hit_tokens_total", "hit rate"),),
+                maximum=1,
+                width=6,
+            ),
+        ),
+    )
