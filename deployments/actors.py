@@ -21,10 +21,12 @@ from autoscale.goodput import make_goodput
 from autoscale.observation import Aggregator
 from autoscale.policy import PolicyPacer
 from autoscale.profile import TableCache, profile_draft, profile_target
+from autoscale.recorder import StepRecorder
 from engine.draft_protocol import Answer, OrderRow
 from engine.draft_worker import DraftWorker
 from engine.drafters.draft_model import DraftLink
 from engine.engine import PlanSlot
+from engine.ledger import Ledger, Readings, count_blocks, merge
 from engine.model_store import cache_folder
 from engine.placement import threads_per_shard
 from engine.plan import Plan
@@ -70,9 +72,26 @@ class ShardActor(ProcessMixin, TargetShard):
         self._goodput = make_goodput(speculative.method, speculative.k, self._first_costs())
         slot = PlanSlot(initial_plan(speculative))
         aggregator = Aggregator(self._plain_s)
-        link = ControllerLink(controller_name(app_name), engine_id, slot, aggregator)
+        self._recorder = recorder = StepRecorder(self._goodput, lambda: slot.current)
+        link = ControllerLink(controller_name(app_name), engine_id, slot, aggregator, recorder)
         threading.Thread(target=link.run, name="controller-link", daemon=True).start()
-        return self.listen(PolicyPacer(self._goodput), lambda: slot.current, aggregator.add)
+
+        def observe(stats: StepStats) -> None:
+            aggregator.add(stats)
+            recorder.add(stats)
+
+        return self.listen(PolicyPacer(self._goodput), lambda: slot.current, observe)
+
+    def metrics(self) -> Readings:
+        """What was counted in this process so far. Rank 0, after `lead`."""
+        ledger = Ledger()
+        if self.engine is not None and self.pool is not None:
+            scheduler = self.engine.scheduler
+            ledger.set("paceline_running_requests", scheduler.num_running)
+            ledger.set("paceline_waiting_requests", scheduler.num_waiting)
+            ledger.add("paceline_preemptions_total", scheduler.num_preempted)
+            count_blocks(ledger, self.pool, "target")
+        return merge([self._recorder.read(), ledger.read()])
 
     def _plain_s(self, stats: StepStats) -> float:
         """What this step would have taken without drafts."""
@@ -138,24 +157,30 @@ class ControllerLink:
         engine_id: of the engine that reports.
         slot: where the plan goes.
         aggregator: where step stats come from.
+        recorder: counts between two reports what its steps left.
     """
 
-    def __init__(self, name: str, engine_id: str, slot: PlanSlot, aggregator: Aggregator) -> None:
+    def __init__(
+        self, name: str, engine_id: str, slot: PlanSlot, aggregator: Aggregator, recorder: StepRecorder
+    ) -> None:
         self._name = name
         self._engine_id = engine_id
         self._slot = slot
         self._aggregator = aggregator
+        self._recorder = recorder
         self._stop = threading.Event()
 
     def run(self) -> None:
         """Report a few times a second until the process ends."""
         while not self._stop.wait(REPORT_PERIOD_S):
+            self._recorder.fold()
             self._slot.current = self._exchange(self._slot.current)
 
     def _exchange(self, plan: Plan) -> Plan:
         try:
             controller = ray.get_actor(self._name, namespace=CONTROLLER_NAMESPACE)
-            fresh: Plan = ray.get(controller.report.remote(self._engine_id, self._aggregator.take()), timeout=2.0)
+            report = controller.report.remote(self._engine_id, self._aggregator.take(), plan)
+            fresh: Plan = ray.get(report, timeout=2.0)
         except (RayError, GetTimeoutError, ValueError) as error:  # ValueError: no actor of that name
             _log.debug("no word from the controller: %s", error)
             return plan

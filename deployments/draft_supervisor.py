@@ -16,6 +16,7 @@ import ray
 from deployments.actors import DraftActor, actor
 from engine.config import EngineConfig
 from engine.draft_dock import DraftInfo
+from engine.ledger import Readings
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 60.0
@@ -88,6 +89,11 @@ class DraftSupervisor:
         if self._actor is not None:
             ray.kill(self._actor)
             self._actor = None
+
+    async def metrics(self) -> Readings:
+        """What the draft's process says of itself. Raises what Ray raises when it is gone."""
+        readings: Readings = await self._actor.metrics.remote() if self._actor is not None else Readings()
+        return readings
 
     async def supervise(self) -> None:
         """Replace the draft each time it ends, with growing pauses while replacements keep failing."""

@@ -34,11 +34,15 @@ from deployments.placement import draft_bundle, shard_bundle
 from deployments.settings import AppSettings
 from deployments.shard_client import ShardClient
 from engine.errors import EngineUnavailable, ShardDown
+from engine.ledger import Ledger, Readings, merge
 from engine.placement import threads_per_shard
+from engine.plan import Plan
 from engine.request import Delta, Submit
 from engine.target_shard import ShardReady
 
 CONTROLLER_CHECK_PERIOD_S = 2.0
+CONTROLLER_TIMEOUT_S = 3.0
+METRICS_TIMEOUT_S = 1.0
 HISTORY_TIMEOUT_S = 3.0
 _log = logging.getLogger(__name__)
 
@@ -74,6 +78,8 @@ class EngineGroup:
         self._client: ShardClient | None = None
         self._draft: DraftSupervisor | None = None
         self._failure: str | None = None
+        self._num_controllers = 1
+        self._last_metrics = Readings()
         self.ready: ShardReady | None = None
 
     async def start(self) -> ShardReady:
@@ -132,6 +138,39 @@ class EngineGroup:
         except (ray.exceptions.RayError, TimeoutError) as error:
             raise EngineUnavailable("The controller does not answer; try again soon") from error
         return view
+
+    async def metrics(self) -> Readings:
+        """What was counted in the group's processes so far; of a shard that does not answer, what it said last."""
+        ledger = Ledger()
+        ledger.set("paceline_draft_up", self._draft is None or self._draft.is_up)
+        ledger.add("paceline_restarts_total", self._draft.num_restarts if self._draft is not None else 0, "draft")
+        ledger.add("paceline_restarts_total", self._num_controllers - 1, "controller")
+        asked = [self._shards[0].metrics.remote()] if self._client is not None else []
+        if self._draft is not None and self._draft.is_up:
+            asked.append(self._draft.metrics())
+        answers = await asyncio.gather(
+            *(asyncio.wait_for(answer, METRICS_TIMEOUT_S) for answer in asked), return_exceptions=True
+        )
+        if answers and isinstance(answers[0], Readings):
+            self._last_metrics = answers[0]
+        draft = [answer for answer in answers[1:] if isinstance(answer, Readings)]
+        return merge([ledger.read(), self._last_metrics, *draft])
+
+    async def plan(self) -> Plan:
+        """The plan in force. Raises EngineUnavailable when the controller does not answer."""
+        return await self._ask_controller("plan")
+
+    async def override(self, changes: dict[str, Any]) -> Plan:
+        """Change fields of the plan; answers with the new one. Raises as `plan`."""
+        return await self._ask_controller("override", **changes)
+
+    async def _ask_controller(self, method: str, **arguments: Any) -> Plan:
+        try:
+            call = getattr(self._controller, method).remote(**arguments)
+            plan: Plan = await asyncio.wait_for(call, CONTROLLER_TIMEOUT_S)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            raise EngineUnavailable("The controller does not answer; try again soon") from error
+        return plan
 
     async def stop(self) -> None:
         """Stop everything this group made, the controller excepted (other replicas share it)."""
@@ -219,6 +258,7 @@ class EngineGroup:
                 await self._controller.pid.remote()
             except ray.exceptions.RayError:
                 _log.warning("the controller died; making a new one")
+                self._num_controllers += 1
                 self._ensure_controller()
 
     def _on_draft(self, status: Any) -> None:

@@ -19,6 +19,7 @@ import yaml
 from rich.console import Console
 
 from deployments import yaml_config
+from deployments.discovery import clear_dead, targets_folder
 from deployments.local_ray import LOOPBACK, LocalRay
 from engine.errors import ConfigError, EngineUnavailable
 from engine.model_store import resolve_model
@@ -55,7 +56,7 @@ def serve(values: dict[str, Any], *, start_timeout_s: float) -> int:
             resolve_model(settings.engine.speculative.draft)
         with console.status("Starting Ray"):
             ray = LocalRay(num_cpus=SPARE_CPUS + settings.num_replicas * 2).__enter__()
-        with contextlib.closing(_Closing(ray, console)):
+        with contextlib.closing(_Closing(ray, console, targets_folder(settings.metrics_dir))):
             base = f"http://{host}:{port}"
             with console.status("Deploying"):
                 _deploy(ray, values)
@@ -71,15 +72,17 @@ def serve(values: dict[str, Any], *, start_timeout_s: float) -> int:
 class _Closing:
     """Stops Ray with a word to the user; further signals do not interrupt it."""
 
-    def __init__(self, ray: LocalRay, console: Console) -> None:
+    def __init__(self, ray: LocalRay, console: Console, targets: Path) -> None:
         self._ray = ray
         self._console = console
+        self._targets = targets
 
     def close(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         with self._console.status("Stopping"):
             self._ray.stop()
+        clear_dead(self._targets)  # of replicas that had no time to do it themselves
         self._console.print("Stopped.")
 
 

@@ -6,6 +6,7 @@ whether it is well. Knows no protocol detail and no step.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -13,8 +14,10 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 
+from deployments.admin import AdminDependencies, add_admin_routes, admin_key
 from deployments.api import ApiDependencies, ApiLimits, build_api
 from deployments.engine_group import EngineGroup
+from deployments.observing import ReplicaObserver
 from deployments.settings import AppSettings
 from deployments.text import TextCodec
 from deployments.ui_routes import add_ui_routes
@@ -40,14 +43,18 @@ class Replica:
             check_draft_vocabulary(folder, draft_folder)
         self._codec = TextCodec.from_folder(folder)
         self._created = int(time.time())
+        context = serve.get_replica_context()
         self._group = EngineGroup(
             self._settings,
             folder=folder,
             draft_folder=draft_folder,
-            app_name=serve.get_replica_context().app_name,
+            app_name=context.app_name,
             group=ray.util.get_current_placement_group(),
         )
+        names = {"app": context.app_name, "replica": context.replica_id.unique_id}
+        self._observer = ReplicaObserver(self._settings, self._group, self._group.metrics, **names)
         self._ready = await self._group.start()
+        self._observer.start(asyncio.get_running_loop(), node_ip=ray.util.get_node_ip_address())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve mounts what this returns, once the replica is up."""
@@ -58,13 +65,21 @@ class Replica:
         )
         app = build_api(
             ApiDependencies(
-                client_provider=lambda: self._group,
+                client_provider=lambda: self._observer.engine,
                 codec=self._codec,
                 model_name=self._settings.served_name,
                 created=self._created,
                 limits=limits,
             )
         )
+        admin = AdminDependencies(
+            key=admin_key(),
+            plan=self._group.plan,
+            override=self._group.override,
+            max_k=self._settings.engine.speculative.k,
+            find=self._observer.engine.find,
+        )
+        add_admin_routes(app, admin)
         add_ui_routes(app, model_name=self._settings.served_name, history=self._group.history)
         return app
 
@@ -76,5 +91,7 @@ class Replica:
 
     async def __del__(self) -> None:
         """Called by Serve when the replica stops."""
+        if hasattr(self, "_observer"):
+            await asyncio.to_thread(self._observer.close)
         if hasattr(self, "_group"):
             await self._group.stop()

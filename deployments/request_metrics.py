@@ -1,0 +1,52 @@
+"""A finished request's timeline as metrics of the replica's process, and as one structured log line.
+
+Owns which figure of a timeline goes into which metric.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from deployments.timelines import Timeline
+from engine.ledger import Ledger
+
+_log = logging.getLogger(__name__)
+
+
+def count_request(timeline: Timeline, ledger: Ledger) -> None:
+    """Enter a request that ended."""
+    if timeline.is_refused:
+        ledger.add("paceline_rejected_total", 1, timeline.outcome)
+        return
+    ledger.add("paceline_requests_total", 1, timeline.outcome)
+    ledger.add("paceline_prompt_tokens_total", timeline.num_prompt)
+    ledger.add("paceline_generated_tokens_total", timeline.num_tokens)
+    ledger.add("paceline_prefix_cache_hit_tokens_total", timeline.num_cached)
+    if timeline.queue_s is not None:
+        ledger.observe("paceline_queue_seconds", timeline.queue_s)
+    if timeline.ttft_s is not None:
+        ledger.observe("paceline_ttft_seconds", timeline.ttft_s)
+    for gap_s in timeline.gaps_s:
+        ledger.observe("paceline_itl_seconds", gap_s)
+    if timeline.tpot_s is not None:
+        ledger.observe("paceline_tpot_seconds", timeline.tpot_s)
+    if timeline.e2e_s is not None and timeline.outcome in ("stop", "length"):
+        ledger.observe("paceline_e2e_seconds", timeline.e2e_s)
+
+
+def log_request(timeline: Timeline) -> None:
+    """One line per request, its figures in `extra` for a structured formatter."""
+    figures = {
+        "request_id": timeline.request_id,
+        "outcome": timeline.outcome,
+        "error": timeline.error,
+        "num_prompt": timeline.num_prompt,
+        "num_tokens": timeline.num_tokens,
+        "num_cached": timeline.num_cached,
+        "num_drafted": timeline.num_drafted,
+        "num_accepted": timeline.num_accepted,
+        "queue_s": timeline.queue_s,
+        "ttft_s": timeline.ttft_s,
+        "e2e_s": timeline.e2e_s,
+    }
+    _log.info("request %s: %s", timeline.request_id, timeline.outcome, extra={"figures": figures})
