@@ -1,0 +1,59 @@
+// The page: asks the server for its numbers once a second, says when it does not answer, and starts the parts.
+
+import { Charts } from "./charts.js";
+import { Chat } from "./chat.js";
+import { Compare } from "./compare.js";
+import { byId } from "./dom.js";
+import { Pace } from "./pace.js";
+import { Points } from "./series.js";
+import { getJson } from "./stream.js";
+
+const FIRST_RETRY_S = 1;
+const LONGEST_RETRY_S = 15;
+const TIMEOUT_MS = 5000;
+
+const points = new Points();
+let model = "";
+let timer = 0;
+let failures = 0;
+
+const charts = new Charts(points);
+const pace = new Pace(() => poll());
+new Chat(() => model);
+new Compare(() => model);
+
+async function poll() {
+  clearTimeout(timer);
+  if (document.hidden) return;
+  try {
+    const data = await getJson(`ui/data?since=${points.since}`, { signal: AbortSignal.timeout(TIMEOUT_MS) });
+    failures = 0;
+    byId("banner").hidden = true;
+    model = data.model;
+    byId("model").textContent = model;
+    const engines = data.num_engines === 1 ? "1 engine" : `${data.num_engines} engines`;
+    setStatus("ok", data.num_engines ? `live, ${engines}` : "waiting for an engine");
+    points.take(data);
+    pace.show(data.plan);
+    charts.update();
+    timer = setTimeout(poll, data.period_s * 1000);
+  } catch (error) {
+    failures += 1;
+    const wait = Math.min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** (failures - 1));
+    setStatus("down", "no answer");
+    const message = error.name === "TimeoutError" ? "The server does not answer." : error.message;
+    byId("banner-text").textContent = `${message} Trying again every ${wait} s; what is shown is from before.`;
+    byId("banner").hidden = false;
+    timer = setTimeout(poll, wait * 1000);
+  }
+}
+
+function setStatus(state, text) {
+  const status = byId("status");
+  status.dataset.state = state;
+  if (status.textContent !== text) status.textContent = text;
+}
+
+byId("banner-retry").addEventListener("click", poll);
+document.addEventListener("visibilitychange", poll);
+poll();

@@ -1,0 +1,129 @@
+// An answer as tokens, coloured by origin; what one token's origin was, for pointer and keyboard alike.
+
+import { byId, definitions, make } from "./dom.js";
+
+export const ORIGINS = ["accepted", "recovered", "bonus", "plain"];
+const MEANING = {
+  accepted: "drafted, and kept by the target",
+  recovered: "the target's own, after it rejected a draft token",
+  bonus: "the target's own, after the whole draft was kept",
+  plain: "the target's own; nothing was drafted",
+};
+
+/** Origin of each token of one step. */
+export function tokensOf(trace) {
+  return trace.token_ids.map((id, index) => ({
+    id,
+    text: trace.texts[index],
+    origin: index < trace.accepted ? "accepted" : (trace.last ?? "plain"),
+    step: trace.step,
+    place: index + 1,
+    size: trace.token_ids.length,
+  }));
+}
+
+/** One answer. Arrow keys move through its tokens while it has the focus. */
+export class TokenView {
+  constructor() {
+    this.tokens = [];
+    this.counts = Object.fromEntries(ORIGINS.map((origin) => [origin, 0]));
+    this.steps = 0;
+    this.element = make("div", {
+      class: "tokens",
+      tabindex: "0",
+      role: "group",
+      "aria-label": "Answer; arrow keys show where each token came from",
+    });
+    this.current = -1;
+    this.element.addEventListener("pointerover", (event) => this.#pointed(event));
+    this.element.addEventListener("click", (event) => this.#pointed(event));
+    this.element.addEventListener("pointerleave", () => this.#leave());
+    this.element.addEventListener("blur", () => this.#leave());
+    this.element.addEventListener("keydown", (event) => this.#key(event));
+  }
+
+  get text() {
+    return this.tokens.map((token) => token.text).join("");
+  }
+
+  add(trace) {
+    this.steps = trace.step;
+    for (const token of tokensOf(trace)) {
+      this.counts[token.origin] += 1;
+      token.element = make("span", { class: `tok ${token.origin}` }, token.text);
+      token.element.dataset.index = this.tokens.length;
+      this.tokens.push(token);
+      this.element.append(token.element);
+    }
+  }
+
+  #pointed(event) {
+    const index = event.target.dataset?.index;
+    if (index !== undefined) this.#select(Number(index));
+  }
+
+  #key(event) {
+    const last = this.tokens.length - 1;
+    const targets = {
+      ArrowRight: Math.min(last, this.current + 1),
+      ArrowLeft: Math.max(0, this.current - 1),
+      Home: 0,
+      End: last,
+    };
+    if (event.key === "Escape") this.#leave();
+    if (!(event.key in targets) || last < 0) return;
+    event.preventDefault();
+    this.#select(targets[event.key]);
+    byId("said").textContent = spoken(this.tokens[this.current]);
+  }
+
+  #select(index) {
+    this.#mark(false);
+    this.current = index;
+    this.#mark(true);
+    showDetail(this.tokens[index]);
+  }
+
+  #mark(isOn) {
+    const chosen = this.tokens[this.current];
+    if (!chosen) return;
+    for (const token of this.tokens) {
+      if (token.step === chosen.step) token.element.classList.toggle("same-step", isOn);
+    }
+    chosen.element.classList.toggle("chosen", isOn);
+  }
+
+  #leave() {
+    this.#mark(false);
+    byId("detail").hidden = true;
+  }
+}
+
+function spoken(token) {
+  return `${shown(token)}: ${token.origin}, token ${token.id}, step ${token.step}, ${token.place} of ${token.size}`;
+}
+
+function shown(token) {
+  return token.text === "" ? "(nothing visible)" : JSON.stringify(token.text);
+}
+
+function showDetail(token) {
+  const detail = byId("detail");
+  detail.replaceChildren(
+    make("strong", { class: `tok ${token.origin}` }, token.origin),
+    make("p", {}, MEANING[token.origin]),
+    make("dl", {}, ...definitions([
+      ["text", shown(token)],
+      ["token id", token.id],
+      ["step", token.step],
+      ["position", `${token.place} of ${token.size} in the step`],
+    ])),
+  );
+  detail.hidden = false;
+  const box = token.element.getClientRects()[0] ?? token.element.getBoundingClientRect();
+  const own = detail.getBoundingClientRect();
+  const below = box.bottom + 8 + own.height < window.innerHeight;
+  const left = Math.max(8, Math.min(box.left, window.innerWidth - own.width - 8));
+  detail.style.left = `${left}px`;
+  detail.style.top = `${below ? box.bottom + 8 : Math.max(8, box.top - own.height - 8)}px`;
+}
