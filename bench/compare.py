@@ -51,8 +51,13 @@ class Cell:
     def num_errors(self) -> int:
         return sum(len(run.errors) for run in self.runs)
 
+    @property
+    def acceptance(self) -> float | None:
+        """Accepted share of drafted tokens over all rounds."""
+        rates = [run.acceptance for run in self.runs if run.acceptance is not None]
+        return statistics.mean(rates) if rates else None
+
     def as_json(self) -> dict[str, Any]:
-        accepted = [run.acceptance for run in self.runs if run.acceptance is not None]
         return {
             "variant": self.variant,
             "workload": self.workload,
@@ -61,7 +66,7 @@ class Cell:
             "rounds": [round(run.tokens_per_s, 1) for run in self.runs],
             "ttft_p50_s": round(self.median(lambda run: run.ttft_p50_s), 4),
             "tpot_p50_s": round(self.median(lambda run: run.tpot_p50_s), 4),
-            "acceptance": round(statistics.mean(accepted), 3) if accepted else None,
+            "acceptance": round(self.acceptance, 3) if self.acceptance is not None else None,
             "errors": self.num_errors,
         }
 
@@ -99,7 +104,7 @@ def measure(
 
 
 def show(cells: Sequence[Cell], *, baseline: str, console: Console) -> None:
-    """One table per workload: tokens per second, ratio to the baseline, TTFT and TPOT medians."""
+    """One table per workload: tokens per second, ratio to the baseline, TTFT and TPOT medians, acceptance."""
     for workload in dict.fromkeys(cell.workload for cell in cells):
         mine = [cell for cell in cells if cell.workload == workload]
         table = Table(title=f"{workload}: tok/s (x {baseline}), TTFT / TPOT p50 ms")
@@ -118,7 +123,8 @@ def _cell_text(cell: Cell, base: float) -> str:
     ttft_ms = 1e3 * cell.median(lambda run: run.ttft_p50_s)
     tpot_ms = 1e3 * cell.median(lambda run: run.tpot_p50_s)
     errors = f" {cell.num_errors} errors!" if cell.num_errors else ""
-    return f"{cell.tokens_per_s:.1f} ({cell.tokens_per_s / base:.2f}) {ttft_ms:.0f} / {tpot_ms:.1f}{errors}"
+    accepted = f" acc {cell.acceptance:.2f}" if cell.acceptance is not None else ""
+    return f"{cell.tokens_per_s:.1f} ({cell.tokens_per_s / base:.2f}) {ttft_ms:.0f} / {tpot_ms:.1f}{accepted}{errors}"
 
 
 def write(cells: Sequence[Cell], path: Path) -> None:

@@ -15,7 +15,13 @@ def add_bench_parser(subparsers: Any) -> None:
     actions = bench.add_subparsers(required=True, metavar="ACTION")
     pace = actions.add_parser("pace", help="policies against each other on one server", parents=[_common()])
     pace.add_argument("--draft", default="ngram", help="ngram, or folder or id of a draft model")
-    pace.add_argument("--ks", type=int, nargs="*", default=[2, 4], metavar="K", help="fixed K to compare with")
+    pace.add_argument(
+        "--policies",
+        nargs="+",
+        default=["none", "off", "fixed-2", "fixed-4", "threshold", "goodput"],
+        metavar="NAME",
+        help="of none (a server without a draft), off, fixed-K, threshold, goodput; the first is the baseline",
+    )
     pace.set_defaults(run=_run("pace"))
     peers = actions.add_parser("peers", help="Paceline against other servers, those installed", parents=[_common()])
     peers.add_argument("--draft", default=None, help="Paceline's draft (default: that of the deployment file)")
@@ -30,7 +36,9 @@ def _common() -> argparse.ArgumentParser:
     common.add_argument("--rounds", type=int, default=3, help="alternating rounds; medians count")
     common.add_argument("--per-stream", type=int, default=3, metavar="N", help="requests per stream and round")
     common.add_argument("--max-tokens", type=int, default=128)
-    common.add_argument("--workload", nargs="+", default=["chat"], help="chat, code, json, high-temperature")
+    common.add_argument(
+        "--workload", nargs="+", default=["chat"], help="chat, chat-0.7, chat-1.0, code, schema, schema-0.7, schema-1.0"
+    )
     common.add_argument("--prompts", type=Path, help="prompt file (JSON lines) instead of a built-in workload")
     common.add_argument("--categories", nargs="*", metavar="NAME", help="categories of the prompt file, each by itself")
     common.add_argument("--out", type=Path, help="write the figures as JSON lines")

@@ -46,6 +46,18 @@ _FUNCTIONS = (
 )
 
 
+_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string", "maxLength": 60},
+        "summary": {"type": "string", "maxLength": 300},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 20}, "minItems": 1, "maxItems": 5},
+    },
+    "required": ["title", "summary", "tags"],
+    "additionalProperties": False,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Prompts and the options they are sent with."""
@@ -62,12 +74,14 @@ def built_in() -> dict[str, Workload]:
     facts = tuple(
         f"Answer with a JSON object about {topic} with the keys title, summary and tags." for topic in _TOPICS
     )
-    return {
-        "chat": Workload("chat", chat, {"temperature": 0.0}),
-        "code": Workload("code", code, {"temperature": 0.0}),
-        "json": Workload("json", facts, {"temperature": 0.0, "response_format": {"type": "json_object"}}),
-        "high-temperature": Workload("high-temperature", chat, {"temperature": 1.0}),
-    }
+    known = {"code": Workload("code", code, {"temperature": 0.0})}
+    schema = {"type": "json_schema", "json_schema": {"name": "article", "schema": _SCHEMA, "strict": True}}
+    for temperature in (0.0, 0.7, 1.0):
+        suffix = f"-{temperature}" if temperature else ""
+        known[f"chat{suffix}"] = Workload(f"chat{suffix}", chat, {"temperature": temperature})
+        body = {"temperature": temperature, "response_format": schema}
+        known[f"schema{suffix}"] = Workload(f"schema{suffix}", facts, body)
+    return known
 
 
 def read(path: Path, *, category: str | None = None) -> Workload:
