@@ -48,6 +48,11 @@ class Acceptance:
         self._accepted = np.array(means) * PRIOR_STRENGTH
         self._records: dict[int, _Record] = {}
 
+    @property
+    def num_tracked(self) -> int:
+        """Requests something is remembered of."""
+        return len(self._records)
+
     def by_position(self) -> npt.NDArray[np.float64]:
         """[max_k] over all requests: probability of acceptance, given that the position is reached."""
         rates: npt.NDArray[np.float64] = self._accepted / self._reached

@@ -52,6 +52,11 @@ class Goodput:
         self.predicted: Allocation | None = None
         """Of the step chosen last."""
 
+    @property
+    def num_tracked(self) -> int:
+        """Requests something is remembered of."""
+        return max(len(self._known), self.acceptance.num_tracked)
+
     def choose(self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
         width = min(plan.max_k, self._max_k)
         if not decodes or width == 0:

@@ -11,6 +11,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from autoscale.allocation import Allocation
 from autoscale.goodput import Goodput
 from engine.ledger import Ledger, Readings
@@ -154,8 +156,16 @@ class StepRecorder:
         ledger.add("paceline_plain_tokens_total", stats.num_decodes)
         plain_s = cost.step_s(stats.num_rows - stats.num_drafted, stats.context_len)
         ledger.add("paceline_plain_seconds_total", plain_s)
+        tokens, seconds = self._expected(record)
+        ledger.add("paceline_predicted_tokens_total", tokens)
+        ledger.add("paceline_predicted_seconds_total", seconds)
+
+    def _expected(self, record: _Record) -> tuple[float, float]:
+        """Tokens and seconds: what policy `goodput` counted on, or what it would have said of another one's choice."""
         predicted, before = record.predicted, self._before
         # The policy leaves the last prediction in place when it is not asked.
         if predicted is not None and (before is None or predicted is not before.predicted):
-            ledger.add("paceline_predicted_tokens_total", predicted.tokens)
-            ledger.add("paceline_predicted_seconds_total", predicted.seconds)
+            return predicted.tokens, predicted.seconds
+        survival = np.cumprod(self._goodput.acceptance.by_position())
+        drafts = (survival[: outcome.num_drafted].sum() for outcome in record.stats.outcomes)
+        return record.stats.num_decodes + float(sum(drafts)), record.cost_s

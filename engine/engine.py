@@ -73,6 +73,7 @@ class Engine:
         self._by_id: dict[str, Request] = {}
         self._next_key = 1
         self._grammars = grammars
+        self._aborted: list[int] = []  # keys since the last step
         self._compiling: set[str] = set()  # ids of requests whose grammar is being compiled
 
     @property
@@ -124,7 +125,8 @@ class Engine:
         self.streams.publish(deltas)
         self._close(batch)
         schedule_s, step_s = scheduled - begin, time.perf_counter() - begin
-        stats = step_stats(batch, draft, verdict, deltas, schedule_s=schedule_s, step_s=step_s)
+        stats = step_stats(batch, draft, verdict, deltas, aborted=self._aborted, schedule_s=schedule_s, step_s=step_s)
+        self._aborted.clear()
         self._pacer.observe(stats)
         for observe in self._observers:
             observe(stats)
@@ -190,6 +192,7 @@ class Engine:
         request.finish_reason = "abort"
         self.scheduler.remove(request)
         self.drafter.forget([request.key])
+        self._aborted.append(request.key)
         self.streams.publish([_last_delta(request, None)])
 
     def _abort_all(self) -> None:

@@ -172,7 +172,7 @@ class StepStats:
     num_fed: int
     """Committed tokens the draft had to read."""
     ended: tuple[int, ...]
-    """Keys of requests that finished in this step."""
+    """Keys of requests that finished in this step, or were aborted since the one before."""
     accepted_per_finished: tuple[float, ...]
     """Of each request that finished in this step and was drafted for: accepted tokens per step that drafted."""
     schedule_s: float

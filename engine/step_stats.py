@@ -9,9 +9,20 @@ from engine.step import Batch, Draft, RowOutcome, StepStats, Verdict
 
 
 def step_stats(
-    batch: Batch, draft: Draft, verdict: Verdict, deltas: Sequence[Delta], *, schedule_s: float, step_s: float
+    batch: Batch,
+    draft: Draft,
+    verdict: Verdict,
+    deltas: Sequence[Delta],
+    *,
+    aborted: Sequence[int] = (),
+    schedule_s: float,
+    step_s: float,
 ) -> StepStats:
-    """Count what a step did. Positions after a rejection were never reached and count as neither."""
+    """Count what a step did. Positions after a rejection were never reached and count as neither.
+
+    Args:
+        aborted: keys of requests that were aborted since the step before.
+    """
     width = max((len(row.token_ids) for row in draft.rows), default=0)
     accepted, reached = [0] * width, [0] * width
     k_by_reason: dict[str, int] = {}
@@ -46,7 +57,7 @@ def step_stats(
         k_by_reason=k_by_reason,
         outcomes=tuple(outcomes),
         num_fed=draft.num_fed,
-        ended=tuple(span.request.key for span in batch.spans if span.request.finish_reason is not None),
+        ended=(*aborted, *(span.request.key for span in batch.spans if span.request.finish_reason is not None)),
         accepted_per_finished=tuple(accepted_means),
         schedule_s=schedule_s,
         draft_s=draft.draft_s,

@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from fakes import ToyEngine, ToyModel, toy_drafter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -165,6 +166,22 @@ def test_a_request_s_own_say_is_honoured_and_its_neighbours_are_not_affected() -
     assert min(alone) > 0
     assert mixed[0].k > 0
     assert mixed[2].k > 0
+
+
+def test_nothing_is_remembered_of_requests_that_are_gone() -> None:
+    pacer = make_goodput("draft_model", 4, cpu_table())
+    target = ToyModel(vocab_size=7)
+    engine = ToyEngine(target, toy_drafter(ToyModel(vocab_size=7)), pacer, max_model_len=100)  # type: ignore[arg-type]
+    sampling = SamplingParams(temperature=0.0, max_tokens=60)
+    for name in ("finishes", "leaves"):
+        engine.engine.submit(Submit(request_id=name, prompt=(1, 2, 3), sampling=sampling))
+    for _ in range(4):
+        engine.step()
+    assert pacer.num_tracked == 2
+    engine.engine.abort("leaves")
+    engine.run([])
+    assert engine.deltas["leaves"][-1].finish_reason == "abort"
+    assert pacer.num_tracked == 0
 
 
 def test_the_oracle_is_not_beaten_by_much() -> None:
