@@ -24,6 +24,9 @@ from engine.request import GrammarSpec
 
 MAX_GRAMMAR_CHARS = 1 << 17
 Done = Callable[[InvalidRequest | None], None]
+_BOUNDED_CHARACTERS = r"[^\"\\\r\n]"
+_JSON_CHARACTERS = r"[^\0-\x1f\"\\]"
+"""The compiler (0.2.9) lets strings of bounded length hold raw control characters, which JSON does not."""
 _ANY_OBJECT = '{"type": "object"}'
 
 
@@ -61,7 +64,11 @@ def _parse(spec: GrammarSpec) -> xgrammar.Grammar:
     if problems:
         raise ValueError("; ".join(problems[:5]))
     # Canonical spacing: less to say for the model, and more of it can be foreseen.
-    return xgrammar.Grammar.from_json_schema(spec.text, any_whitespace=False)
+    grammar = xgrammar.Grammar.from_json_schema(spec.text, any_whitespace=False)
+    rules = str(grammar)
+    if _BOUNDED_CHARACTERS not in rules:
+        return grammar
+    return xgrammar.Grammar.from_ebnf(rules.replace(_BOUNDED_CHARACTERS, _JSON_CHARACTERS))
 
 
 def _choice(choices: Any) -> str:
@@ -187,6 +194,7 @@ class Matcher:
         ids = {token for token in self._matcher.stop_token_ids if 0 <= token < self._vocab_size}
         self.stop_token_ids = frozenset(ids)
         self._stops = np.array(sorted(ids), dtype=np.int64)
+        self._last_word = np.uint32(2 ** (self._vocab_size - 32 * (self.num_words - 1)) - 1)  # no bits behind the end
         self._ended = False
 
     @property
@@ -233,6 +241,7 @@ class Matcher:
         words[:] = 0
         if not self._ended:
             self._matcher.fill_next_token_bitmask(mask, row)
+            words[-1] &= self._last_word
             stops = self._stops
             np.bitwise_and.at(words, stops // 32, ~(np.uint32(1) << (stops % 32).astype(np.uint32)))
         if (self.is_complete and not forbid_stop) or not words.any():

@@ -7,6 +7,7 @@ know, which would give answers that do not match; here such a schema is refused 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,6 +38,9 @@ _FORMATS = frozenset(
         *("uri", "uri-reference", "json-pointer"),
     )
 )
+_CLASS = re.compile(r"\[(?:\\.|[^\]\\])*\]", re.DOTALL)
+_UNSAFE_PATTERN = re.compile(r'"|\\[\\nrtfv0bBxuc1-9]|[\x00-\x1f]|\(\?[=!<]')
+"""What would put a raw quote, backslash or control character into a string, and what is not a regular language."""
 _EXCLUSIVE = (
     ("pattern", ("minLength", "maxLength", "format")),
     ("format", ("minLength", "maxLength")),
@@ -108,6 +112,8 @@ def _plain(node: dict[str, Any], keywords: set[str], place: str) -> Iterator[str
         clash = [other for other in others if other in keywords]
         if name in keywords and clash:
             yield f"{place}: {name} together with {', '.join(clash)} cannot be enforced"
+    if "pattern" in keywords and (unsafe := _UNSAFE_PATTERN.search(_CLASS.sub("", str(node["pattern"])))):
+        yield f"{place}.pattern: {unsafe[0]!r} is not supported outside of [...]"
     if "format" in keywords and node["format"] not in _FORMATS:
         yield f"{place}.format: {node['format']!r} given, allowed are {', '.join(sorted(_FORMATS))}"
     yield from _object(node, place)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -47,6 +48,8 @@ class LocalEngine:
         self.draft = DraftWorker(self.config, draft_folder, folder, node_id=NODE) if draft_folder else None
         self.stats: list[StepStats] = []
         self.last: dict[str, Delta] = {}
+        self.joined: dict[str, Delta] = {}
+        """All deltas of a request as one."""
         chosen = self.config.speculative
         self._pacer = pacer or PolicyPacer(make_goodput(chosen.method, chosen.k))
         self._threads: list[threading.Thread] = []
@@ -96,6 +99,7 @@ class LocalEngine:
             assert isinstance(event, StepDeltas), event
             for delta in event.deltas:
                 assert delta.error is None, delta
+                self.joined[delta.request_id] = _join(self.joined.get(delta.request_id), delta)
                 out[delta.request_id] += delta.token_ids
                 if delta.finish_reason is not None:
                     pending.remove(delta.request_id)
@@ -134,3 +138,14 @@ class LocalEngine:
             thread = threading.Thread(target=target, daemon=True)
             thread.start()
             self._threads.append(thread)
+
+
+def _join(before: Delta | None, after: Delta) -> Delta:
+    if before is None:
+        return after
+    return replace(
+        after,
+        token_ids=before.token_ids + after.token_ids,
+        logprobs=before.logprobs + after.logprobs,
+        prompt_logprobs=before.prompt_logprobs + after.prompt_logprobs,
+    )
