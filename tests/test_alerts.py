@@ -1,4 +1,4 @@
-"""Alert rules and panel queries under Prometheus' own tools: all parse, and each alert fires when it should, only then."""
+"""Alert rules and panel queries under Prometheus' own tools: all parse; each alert fires when it should, only then."""
 
 from __future__ import annotations
 
