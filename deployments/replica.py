@@ -80,7 +80,9 @@ class Replica:
             find=self._observer.engine.find,
         )
         add_admin_routes(app, admin)
-        add_ui_routes(app, model_name=self._settings.served_name, history=self._group.history)
+        add_ui_routes(
+            app, model_name=self._settings.served_name, history=self._group.history, health=self._group.health
+        )
         return app
 
     async def check_health(self) -> None:

@@ -22,6 +22,7 @@ from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from autoscale.history import HistoryView
+from deployments.engine_client import Health
 from engine.errors import InvalidRequest
 
 FOLDER = Path(__file__).with_name("ui")
@@ -46,19 +47,21 @@ PERIOD_S = 1.0
 """How often the page asks."""
 
 HistorySource = Callable[[float], Awaitable[HistoryView]]
+HealthSource = Callable[[], Awaitable[Health]]
 
 
-def add_ui_routes(app: FastAPI, *, model_name: str, history: HistorySource) -> None:
+def add_ui_routes(app: FastAPI, *, model_name: str, history: HistorySource, health: HealthSource) -> None:
     """Serve the page.
 
     Args:
         app: that also answers /v1/chat/completions and /health.
         model_name: to send with requests.
         history: the last minutes from a unix time on; may raise EngineUnavailable.
+        health: of the engine behind this application.
     """
     routes = [Route("/ui", partial(_file, FOLDER / "index.html")), Route("/ui/", _to_page)]
     routes += [Route(f"/ui/{path.relative_to(FOLDER)}", partial(_file, path)) for path in served_files()]
-    routes.append(Route("/ui/data", partial(_data, model_name, history)))
+    routes.append(Route("/ui/data", partial(_data, model_name, history, health)))
     app.router.routes.extend(routes)
 
 
@@ -78,9 +81,9 @@ async def _to_page(request: Request) -> Response:
     return RedirectResponse("../ui", 307)
 
 
-async def _data(model_name: str, history: HistorySource, request: Request) -> Response:
+async def _data(model_name: str, history: HistorySource, health: HealthSource, request: Request) -> Response:
     view = await history(_since(request.query_params.get("since", "0")))
-    content = msgspec.json.encode(_document(view, model_name))
+    content = msgspec.json.encode(_document(view, model_name, await health()))
     return Response(content, media_type="application/json", headers={"cache-control": "no-store"})
 
 
@@ -95,11 +98,12 @@ def _since(given: str) -> float:
     return since_s
 
 
-def _document(view: HistoryView, model_name: str) -> dict[str, Any]:
+def _document(view: HistoryView, model_name: str, health: Health) -> dict[str, Any]:
     return {
         "now": view.now_s,
         "period_s": PERIOD_S,
         "model": model_name,
+        "health": health,
         "num_engines": view.num_engines,
         "plan": view.plan,
         "points": [{"t": second.time_s, **asdict(second.observation)} for second in view.seconds],

@@ -18,14 +18,14 @@ const CHARTS = [
     series: REASONS.map(([, label], i) => ({ label, colour: `r${i + 1}`, value: (f) => f.reasons[i] })),
   },
   {
-    id: "speed", title: "Tokens per second", note: "of step time; predicted: the same steps without drafts", digits: 1,
+    id: "speed", title: "Tokens per second", note: "while stepping", digits: 1,
     series: [
       { label: "realised", colour: "c1", value: (f) => f.speed },
       { label: "predicted without drafts", colour: "c2", value: (f) => f.plainSpeed, dash: [6, 4] },
     ],
   },
   {
-    id: "position", title: "Acceptance by position", note: "of draft tokens that were reached, over the window", unit: " %",
+    id: "position", title: "Acceptance by position", note: "of those reached", unit: " %",
     digits: 0, max: 100, positions: true, series: [{ label: "accepted", colour: "c1" }],
   },
   {
@@ -245,7 +245,7 @@ function showTiles(points) {
   const gain = f?.plainSpeed ? f.speed / f.plainSpeed : NaN;
   byId("tiles").replaceChildren(...definitions([
     ["Tokens/s", f ? fixed(f.speed ?? NaN) : "idle"],
-    ["Gain over no drafts", Number.isFinite(gain) ? `${fixed(gain, 2)}×` : "–"],
+    ["Gain", Number.isFinite(gain) ? `${fixed(gain, 2)}×` : "–"],
     ["K", fixed(f?.k ?? NaN, 2)],
     ["Acceptance", f && f.acceptance !== null ? `${fixed(100 * f.acceptance, 0)} %` : "–"],
     ["Batch", fixed(f?.batch ?? NaN)],

@@ -62,7 +62,10 @@ export class Chat {
       message.append(make("p", { class: stopped ? "note" : "failed", role: stopped ? "status" : "alert" }, note));
       if (stopped) this.#messages = [...messages, { role: "assistant", content: view.text }];
       else if (!byId("prompt").value) byId("prompt").value = prompt;
-      if (!view.tokens.length) summary.remove();
+      if (!view.tokens.length) {
+        summary.remove();
+        view.element.remove();
+      }
     } finally {
       message.dataset.done = "true";
       this.#setRunning(null);

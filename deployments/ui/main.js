@@ -31,8 +31,7 @@ async function poll() {
     byId("banner").hidden = true;
     model = data.model;
     byId("model").textContent = model;
-    const engines = data.num_engines === 1 ? "1 engine" : `${data.num_engines} engines`;
-    setStatus("ok", data.num_engines ? `live, ${engines}` : "waiting for an engine");
+    showHealth(data.health, data.num_engines);
     points.take(data);
     pace.show(data.plan);
     charts.update();
@@ -46,6 +45,20 @@ async function poll() {
     byId("banner").hidden = false;
     timer = setTimeout(poll, wait * 1000);
   }
+}
+
+function showHealth({ status, reason, draft }, numEngines) {
+  const engines = numEngines === 1 ? "1 engine" : `${numEngines} engines`;
+  const drafting = draft === "none" ? "" : `, draft ${draft}`;
+  if (status === "ok") setStatus("ok", `live, ${engines}${drafting}`);
+  else setStatus(status === "dead" ? "down" : "degraded", `${status}: ${short(reason)}`);
+  byId("status").title = reason;
+}
+
+/** The first sentence, for a line that has little room. */
+function short(text) {
+  const sentence = text.split(/(?<=\.)\s/)[0];
+  return sentence.length > 90 ? `${sentence.slice(0, 90)}…` : sentence;
 }
 
 function setStatus(state, text) {
