@@ -87,7 +87,7 @@ def _not_paying() -> Alert:
         runbook="Drafting costs more than it gives, and the policy has not switched it off. Look at the cost-model "
         "error: a high one means that another load shares the device or the cores, and K is chosen by wrong costs. "
         "Look at draft and handoff time: slower than at start means the draft is starved. With policy `fixed` or "
-        "`threshold`, change to `goodput`. To stop the loss at once, set the plan's upper bound of K to 0.",
+        '`threshold`, change to `goodput`. To stop the loss at once, send PATCH /admin/pace with {"enabled": false}.',
     )
 
 
@@ -159,9 +159,9 @@ def _queue_growing() -> Alert:
         for_="5m",
         severity="page",
         summary=f"{WHERE}: the queue grows by {{{{ $value | humanize }}}} requests per second",
-        runbook="More arrives than is served; when the queue is full, clients get 429. See whether replicas are at "
-        "their upper bound (autoscaling_config.max_replicas) or waiting for a node. See whether one replica alone "
-        "grows: then it is slow, look at its step duration and KV blocks. Shed load or raise the bound.",
+        runbook="More arrives than is served; when the queue is full, clients get 429. See whether replicas are "
+        "all there or waiting for a node. See whether one replica alone grows: then it is slow, look at its step "
+        "duration and KV blocks. Shed load, or add replicas (num_replicas).",
     )
 
 

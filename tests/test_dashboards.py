@@ -19,6 +19,8 @@ from dashboards.alerts import alerts
 from dashboards.model import Board, Panel, Query
 from dashboards.promql import CATALOGUE, Scope, declared_unit, names_in, undeclared
 from deployments.cli import main
+from deployments.settings import AppSettings
+from engine.config import EngineConfig, SpeculativeConfig
 from engine.metrics import COMMON_LABELS, METRICS
 
 BOARDS = render.boards()
@@ -140,6 +142,13 @@ def test_counters_are_read_through_rates_and_gauges_are_not(expr: str) -> None:
         counted = CATALOGUE[declared].kind != "gauge"
         pattern = r"(rate|increase)\(NAME\[" if counted else r"(deriv\(NAME\[|\(NAME\))"
         assert re.search(pattern.replace("NAME", name), bare), f"{name} in {bare}"
+
+
+def test_the_check_of_labels_sees_what_it_should() -> None:
+    used = labels_by_metric('sum by (le, bogus) (rate(paceline_k_bucket{cause="x", app=~"$app"}[5m]))')
+    assert used == {"paceline_k_bucket": {"le", "bogus", "cause", "app"}}
+    assert used["paceline_k_bucket"] - allowed_labels("paceline_k_bucket") == {"bogus", "cause"}
+    assert undeclared(["rate(paceline_no_such_total[5m]) + vllm:other"]) == {"paceline_no_such_total", "vllm:other"}
 
 
 def test_every_metric_is_in_a_panel_or_deliberately_left_out() -> None:
@@ -301,6 +310,19 @@ def test_another_server_is_not_mistaken_for_grafana(capsys: pytest.CaptureFixtur
     with running(Other()) as other:
         assert main(["dashboards", "install", "--grafana", other.url]) == 2
     assert "did not answer as Grafana does" in capsys.readouterr().err
+
+
+def test_the_documentation_lists_the_alerts() -> None:
+    text = (render.PACKAGE.parent / "docs" / "dashboards.md").read_text()
+    assert re.findall(r"^\| `(Paceline\w+)` \|", text, re.MULTILINE) == [alert.name for alert in alerts()]
+
+
+def test_runbooks_name_settings_that_exist() -> None:
+    fields = {*EngineConfig.model_fields, *AppSettings.model_fields}
+    fields |= {f"speculative.{name}" for name in SpeculativeConfig.model_fields}
+    for alert in alerts():
+        named = set(re.findall(r"\b(?:speculative\.)?[a-z]+(?:_[a-z]+)+\b", alert.runbook))
+        assert named <= fields, f"{alert.name}: {named - fields}"
 
 
 def test_render_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
