@@ -119,9 +119,9 @@ class StepRecorder:
         ledger.add("paceline_drafts_total", len(stats.outcomes))
         ledger.add("paceline_drafted_tokens_total", stats.num_drafted)
         ledger.add("paceline_accepted_tokens_total", stats.num_accepted)
-        for k, count in Counter(outcome.num_drafted for outcome in stats.outcomes).items():
+        for k, count in Counter([outcome.num_drafted for outcome in stats.outcomes]).items():
             ledger.observe("paceline_k", k, count=count)
-        for accepted, count in Counter(outcome.num_accepted for outcome in stats.outcomes).items():
+        for accepted, count in Counter([outcome.num_accepted for outcome in stats.outcomes]).items():
             ledger.observe("paceline_accepted_per_draft", accepted, count=count)
         for position, reached in enumerate(stats.drafted_by_position):
             if reached:
@@ -166,6 +166,8 @@ class StepRecorder:
         # The policy leaves the last prediction in place when it is not asked.
         if predicted is not None and (before is None or predicted is not before.predicted):
             return predicted.tokens, predicted.seconds
-        survival = np.cumprod(self._goodput.acceptance.by_position())
-        drafts = (survival[: outcome.num_drafted].sum() for outcome in record.stats.outcomes)
-        return record.stats.num_decodes + float(sum(drafts)), record.cost_s
+        tokens = float(record.stats.num_decodes)
+        if record.stats.outcomes:
+            drafts = np.cumprod(self._goodput.acceptance.by_position()).cumsum().tolist()
+            tokens += sum([drafts[outcome.num_drafted - 1] for outcome in record.stats.outcomes])
+        return tokens, record.cost_s

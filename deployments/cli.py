@@ -17,6 +17,7 @@ from autoscale.simulate import HARDWARE, WORKLOADS
 from bench.options import add_bench_parser
 from dashboards.options import add_dashboards_parser
 from deployments import yaml_config
+from deployments.metrics_text import metrics_lines, metrics_markdown
 from distill.options import add_distill_parser
 from engine.errors import PacelineError
 
@@ -43,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_check(commands)
     _add_simulate(commands)
+    _add_metrics(commands)
     add_bench_parser(commands)
     add_distill_parser(commands)
     add_dashboards_parser(commands)
@@ -75,6 +77,17 @@ def _add_check(commands: Any) -> None:
     check = commands.add_parser("check", help="check deployment files without a cluster")
     check.add_argument("files", type=Path, nargs="+", metavar="FILE")
     check.set_defaults(run=_check)
+
+
+def _add_metrics(commands: Any) -> None:
+    metrics = commands.add_parser("metrics", help="list every metric: name, kind, labels, what it counts")
+    metrics.add_argument("--markdown", action="store_true", help="as the page in docs, with a query for each")
+    metrics.set_defaults(run=_metrics)
+
+
+def _metrics(options: argparse.Namespace) -> int:
+    print(metrics_markdown() if options.markdown else "\n".join(metrics_lines()), end="" if options.markdown else "\n")
+    return 0
 
 
 def _add_simulate(commands: Any) -> None:

@@ -65,7 +65,8 @@ class Metric:
 
     def query(self, *, selector: str = "", window: str = "1m") -> str:
         """The panel's query for these label matchers and this range."""
-        return Template(self.promql).substitute(selector=selector, window=window)
+        query = Template(self.promql).substitute(selector=selector, window=window)
+        return query if selector else query.replace("{}", "")
 
 
 def _rate(name: str, by: str = "") -> str:
@@ -253,7 +254,7 @@ _PACE = (
     _counter(
         "paceline_predicted_tokens_total",
         "speculation",
-        "Tokens expected of decode-only steps, by policy `goodput`; over predicted seconds it is predicted goodput.",
+        "Tokens expected of decode-only steps; over predicted seconds it is predicted goodput.",
         _over("paceline_predicted_tokens_total", "paceline_predicted_seconds_total"),
         unit="tokens",
     ),
