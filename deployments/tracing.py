@@ -7,11 +7,12 @@ recorded, so that tracing costs nothing while it runs.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace import Span, Status, StatusCode, Tracer, set_span_in_context
 
 from deployments.timelines import Timeline
@@ -40,6 +41,22 @@ class Tracing:
         self._provider.shutdown()
 
 
+class FileExporter(SpanExporter):
+    """Appends spans to a file, one JSON object a line. Raises OSError when it cannot be opened."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._out = path.open("a")
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self._out.writelines(f"{span.to_json(indent=None)}\n" for span in spans)
+        self._out.flush()
+        return SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        self._out.close()
+
+
 def make_exporter(file: str | None, endpoint: str | None) -> SpanExporter | None:
     """The exporter that the settings ask for, if any.
 
@@ -49,13 +66,10 @@ def make_exporter(file: str | None, endpoint: str | None) -> SpanExporter | None
     if file is not None and endpoint is not None:
         raise ConfigError("trace_file, trace_endpoint: both given; allowed is one of them")
     if file is not None:
-        path = Path(file).expanduser()
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            out = path.open("a", buffering=1)
+            return FileExporter(Path(file).expanduser())
         except OSError as error:
             raise ConfigError(f"trace_file: {file}: {error}") from None
-        return ConsoleSpanExporter(out=out, formatter=_line)
     if endpoint is None:
         return None
     try:
@@ -66,10 +80,6 @@ def make_exporter(file: str | None, endpoint: str | None) -> SpanExporter | None
         ) from None
     exporter: SpanExporter = package.OTLPSpanExporter(endpoint=endpoint)
     return exporter
-
-
-def _line(span: ReadableSpan) -> str:
-    return str(span.to_json(indent=None)) + "\n"
 
 
 def trace_request(tracer: Tracer, timeline: Timeline) -> None:
