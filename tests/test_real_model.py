@@ -37,7 +37,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "draft-k8": {"draft": True, "speculative": {"k": 8}},
     "draft-random": {"draft": True, "speculative": {"k": 8}, "random": True},
     "no-prefix-cache": {"draft": True, "speculative": {"k": 4}, "prefix_cache": False},
-    "preempting": {"draft": True, "speculative": {"k": 4}, "small_pool": True},
+    "preempting": {"draft": True, "speculative": {"k": 4}, "small_pool": True, "prefix_cache": False},
     "tp2": {"tensor_parallel_size": 2, "speculative": {"method": "ngram", "k": 5}},
     "tp2-draft-random": {"tensor_parallel_size": 2, "draft": True, "speculative": {"k": 8}, "random": True},
     "tp3": {"tensor_parallel_size": 3},
