@@ -52,7 +52,7 @@ def metrics_markdown(metrics: Sequence[Metric] = METRICS) -> str:
 
 
 def _entry(metric: Metric) -> str:
-    facts = [metric.kind, *([metric.unit] if metric.unit else [])]
+    facts: list[str] = [metric.kind, *([metric.unit] if metric.unit else [])]
     if metric.labels:
         values = f" ({', '.join(metric.values)})" if metric.values else ""
         facts.append(f"by `{metric.labels[0]}`{values}")
