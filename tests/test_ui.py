@@ -1,6 +1,6 @@
 """The live page: what is served and how, the numbers it draws, and that a traced stream tells the truth.
 
-No browser here; tests/e2e/test_ui.py has one.
+No browser here; tests/e2e/test_ui_browser.py has one.
 """
 
 from __future__ import annotations

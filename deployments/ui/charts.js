@@ -181,7 +181,7 @@ class Chart {
     this.when.textContent = !isPast || at < 0 ? "" : positions ? `position ${xs[at]}` : clock(xs[at]);
     const shown = series.map((one, i) => ({ ...one, now: rows[i]?.[at], ever: rows[i]?.some((value) => value > 0) }));
     this.legend.replaceChildren(...(positions
-      ? xs.map((x, i) => make("li", {}, `${x}: ${fixed(rows[0][i] ?? NaN, digits)}${unit}`))
+      ? xs.filter((_, i) => rows[0][i] !== null).map((x, i) => make("li", {}, `${x}: `, make("b", {}, `${fixed(rows[0][i], digits)}${unit}`)))
       : shown.filter((one) => !stacked || one.ever).map((one) => {
         const dot = make("i", { class: one.dash ? "dot dashed" : "dot" });
         dot.style.setProperty("--dot", `var(--${one.colour})`);

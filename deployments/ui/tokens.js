@@ -107,6 +107,11 @@ function shown(token) {
   return token.text === "" ? "(nothing visible)" : JSON.stringify(token.text);
 }
 
+// Its place is next to a token, so it goes when the page moves under it.
+for (const event of ["scroll", "resize"]) {
+  window.addEventListener(event, () => { byId("detail").hidden = true; }, { capture: true, passive: true });
+}
+
 function showDetail(token) {
   const detail = byId("detail");
   detail.replaceChildren(
