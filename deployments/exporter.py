@@ -6,19 +6,24 @@ its own: behind a load balancer every scrape would meet another one. Does not kn
 
 from __future__ import annotations
 
+import logging
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import accumulate
 from threading import Thread
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.utils import floatToGoString
 
 from engine.errors import ConfigError
 from engine.ledger import HistogramValue, LabelValues, Readings
 from engine.metrics import COMMON_LABELS, METRICS, Metric
+
+_log = logging.getLogger(__name__)
 
 
 class ReadingsCollector:
@@ -81,6 +86,8 @@ def _help(metric: Metric) -> str:
 class Exporter:
     """The server; scrapes are answered in a thread of their own, so `read` may block.
 
+    It speaks the plain text format only: in the other one the library rewrites names with colons, such as the aliases.
+
     Args:
         host, port: where to listen; port 0 takes a free one.
 
@@ -91,17 +98,49 @@ class Exporter:
     def __init__(self, read: Callable[[], Readings], common: Mapping[str, str], *, host: str, port: int) -> None:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(ReadingsCollector(read, common))
-        server: WSGIServer
-        thread: Thread
         try:
-            server, thread = start_http_server(port, addr=host, registry=registry)
+            self._server = _Server(registry, host, port)
         except OSError as error:
             raise ConfigError(f"metrics_host, metrics_port: cannot listen on {host}:{port}: {error}") from None
-        self._server, self._thread = server, thread
-        self.port = int(server.server_port)
+        self.port = int(self._server.server_address[1])
+        self._thread = Thread(target=self._server.serve_forever, args=(0.1,), name="metrics", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Stop listening."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+        self.registry = registry
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Handler)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = 10.0
+
+    def do_GET(self) -> None:
+        if self.path.partition("?")[0] != "/metrics":
+            self.send_error(404, "Only /metrics is here")
+            return
+        try:
+            body = generate_latest(self.server.registry)
+        except Exception:  # noqa: BLE001 - a scrape says 500 and why is in the log; the server goes on
+            _log.exception("a scrape failed")
+            self.send_error(500, "The numbers cannot be read")
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """A scrape is no news."""

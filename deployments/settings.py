@@ -37,7 +37,7 @@ class AppSettings(Settings):
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of it; 0 takes a free one, which is needed where a machine has several replicas."""
     metrics_dir: str | None = None
-    """Folder of the targets for Prometheus' file_sd; default: $PACELINE_METRICS_DIR, else metrics-targets in the cache."""
+    """Folder of target files for Prometheus; default: $PACELINE_METRICS_DIR, else metrics-targets in the cache."""
     log_format: Literal["text", "json"] = "text"
     """How the replica's log lines are written; `json` also writes one line per request, with its id."""
     trace_file: str | None = None

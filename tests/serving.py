@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,12 +50,13 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(log: Path, *options: str) -> Iterator[Server]:
-    """Start a server with these options and wait for its greeting."""
+def serving(log: Path, *options: str, env: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """Start a server with these options, and these variables beside our own, and wait for its greeting."""
     port = free_port()
     command = [str(Path(sys.executable).with_name("paceline")), "serve", "--port", str(port), *options]
     with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, text=True, env=os.environ | {"COLUMNS": "200"})
+        variables = os.environ | {"COLUMNS": "200"} | (env or {})
+        process = subprocess.Popen(command, stdout=out, stderr=out, text=True, env=variables)
     server = Server(process, f"http://127.0.0.1:{port}", log)
     try:
         deadline = time.monotonic() + START_TIMEOUT_S

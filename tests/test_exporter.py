@@ -82,6 +82,26 @@ def test_values_arrive() -> None:
     assert values[sample("paceline_ttft_seconds_bucket", le="+Inf")] == 1
 
 
+OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
+
+
+def test_http() -> None:
+    """Names with colons survive whatever a scraper asks for; a failing read is a 500, other paths a 404."""
+    ledger = Ledger()
+    ledger.add("paceline_drafts_total", 3)
+    states = [ledger.read()]
+    exporter = Exporter(lambda: states.pop(), COMMON, host="127.0.0.1", port=0)
+    try:
+        url = f"http://127.0.0.1:{exporter.port}"
+        answer = httpx.get(f"{url}/metrics", headers={"Accept": OPENMETRICS})
+        assert "\nvllm:spec_decode_num_drafts_total{" in answer.text
+        assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+        assert httpx.get(f"{url}/metrics").status_code == 500
+        assert httpx.get(f"{url}/other").status_code == 404
+    finally:
+        exporter.close()
+
+
 def test_a_taken_port_is_an_error_of_the_setting() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from cut_draft import cut_draft
@@ -10,11 +11,27 @@ from serving import Server, serving
 
 from engine.model_store import resolve_model
 
+ADMIN_KEY = "end-to-end"
+
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the server's targets for Prometheus."""
+    return tmp_path_factory.mktemp("targets")
+
+
+@pytest.fixture(scope="session")
+def admin() -> dict[str, str]:
+    """Headers of the operator."""
+    return {"Authorization": f"Bearer {ADMIN_KEY}"}
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, targets: Path) -> Iterator[Server]:
     """SmolLM2 in fp32 with a draft model in a process of its own."""
     folder = tmp_path_factory.mktemp("server")
     draft = cut_draft(resolve_model("smollm2"), folder / "draft")
-    with serving(folder / "log", "--dtype", "float32", "--draft", str(draft), "--k", "3") as running:
+    env = {"PACELINE_METRICS_DIR": str(targets), "PACELINE_ADMIN_KEY": ADMIN_KEY}
+    with serving(folder / "log", "--dtype", "float32", "--draft", str(draft), "--k", "3", env=env) as running:
         yield running
+    assert list(targets.iterdir()) == [], "targets of replicas that have stopped"
