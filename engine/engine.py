@@ -168,7 +168,12 @@ class Engine:
         self.streams.publish([Delta(request_id=submit.request_id, token_ids=(), finish_reason="error", error=error)])
 
     def _add(self, submit: Submit) -> None:
-        options = TokenOptions.of(submit.sampling, len(submit.prompt))
+        try:
+            options = TokenOptions.of(submit.sampling, len(submit.prompt))
+            rules = Rules.make(options, self._grammars) if options is not None else None
+        except (ValueError, InvalidRequest) as error:
+            self._refuse(submit, str(error))
+            return
         seed = submit.sampling.seed
         request = Request(
             submit=submit,
@@ -176,7 +181,7 @@ class Engine:
             stream_key=secrets.randbits(64) if seed is None else seed & (2**64 - 1),
             tokens=list(submit.prompt),
             arrival_s=time.monotonic(),
-            rules=Rules.make(options, self._grammars) if options is not None else None,
+            rules=rules,
         )
         self._next_key += 1
         self._by_id[submit.request_id] = request

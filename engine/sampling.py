@@ -53,11 +53,6 @@ class Law:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
-    @property
-    def cuts(self) -> bool:
-        """Whether it leaves out unlikely tokens."""
-        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
-
     @classmethod
     def of(cls, request: Request) -> Law:
         """The law of a request in its next step."""
@@ -137,54 +132,47 @@ def warp(logits: torch.Tensor, laws: Sequence[Law]) -> torch.Tensor:
     """
     temperature = torch.tensor([law.temperature for law in laws], dtype=torch.float32, device=logits.device)
     probs = torch.softmax(logits / temperature.unsqueeze(1), dim=-1)
-    cut = [row for row, law in enumerate(laws) if law.cuts]
-    if len(cut) == len(laws):
-        return _cut(probs, laws)
-    if cut:
-        probs[cut] = _cut(probs[cut], [laws[row] for row in cut])
+    rows = [row for row, law in enumerate(laws) if law.top_k > 0 or law.min_p > 0.0]
+    if rows:
+        probs[rows] = _truncate(probs[rows], [laws[row] for row in rows])
+    rows = [row for row, law in enumerate(laws) if law.top_p < 1.0]
+    if rows:
+        top_p = torch.tensor([laws[row].top_p for row in rows], dtype=torch.float32, device=logits.device)
+        probs[rows] = _nucleus(probs[rows], top_p)
     return probs
 
 
-def _cut(probs: torch.Tensor, laws: Sequence[Law]) -> torch.Tensor:
-    """Top-k, min-p (Nguyen et al. 2024) and top-p (Holtzman et al. 2020), each as a least probability."""
+def _truncate(probs: torch.Tensor, laws: Sequence[Law]) -> torch.Tensor:
+    """Top-k, then min-p (Nguyen et al. 2024), renormalised."""
     num_tokens = probs.shape[-1]
-    device = probs.device
-    top_k = torch.tensor([min(law.top_k or num_tokens, num_tokens) for law in laws], device=device)
-    widest = max((law.top_k for law in laws if law.top_k < num_tokens), default=1)
-    head = probs.topk(min(max(widest, _HEAD), num_tokens), dim=-1).values  # descending
+    top_k = torch.tensor([min(law.top_k or num_tokens, num_tokens) for law in laws], device=probs.device)
+    width = max((law.top_k for law in laws if law.top_k < num_tokens), default=1)
+    head = probs.topk(max(width, 1), dim=-1).values  # descending
     kth = head.gather(1, (top_k - 1).clamp(max=head.shape[1] - 1).unsqueeze(1))
-    min_p = torch.tensor([law.min_p for law in laws], dtype=torch.float32, device=device)
+    min_p = torch.tensor([law.min_p for law in laws], dtype=torch.float32, device=probs.device)
     floor = torch.maximum(kth * (top_k < num_tokens).unsqueeze(1), head[:, :1] * min_p.unsqueeze(1))
     probs = probs.masked_fill(probs < floor, 0.0)
-    total = probs.sum(dim=-1, keepdim=True)
-    probs /= total
-    nucleus = [row for row, law in enumerate(laws) if law.top_p < 1.0]
-    if nucleus:
-        top_p = torch.tensor([laws[row].top_p for row in nucleus], dtype=torch.float32, device=device)
-        kept = probs[nucleus]
-        ordered = (head / total).masked_fill_(head < floor, 0.0)[nucleus]
-        kept = kept.masked_fill(kept < _nucleus_floor(kept, ordered, top_p), 0.0)
-        probs[nucleus] = kept / kept.sum(dim=-1, keepdim=True)
-    return probs
+    return probs.div_(probs.sum(dim=-1, keepdim=True))
 
 
-def _nucleus_floor(probs: torch.Tensor, head: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Least probability in the smallest set of most likely tokens whose mass reaches top_p.
-
-    Args:
-        probs: [R, V].
-        head: [R, H] their largest values, descending.
-        top_p: [R].
-
-    Returns:
-        [R, 1].
-    """
-    mass = head.cumsum(dim=-1)
-    if head.shape[1] < probs.shape[1] and bool((mass[:, -1] < top_p).any()):
-        head = probs.sort(dim=-1, descending=True).values
+def _nucleus(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The smallest set of most likely tokens whose mass reaches top_p, renormalised (Holtzman et al. 2020)."""
+    floor = torch.zeros_like(top_p)
+    left = torch.arange(len(probs), device=probs.device)  # rows whose nucleus is wider than what was looked at
+    width = _HEAD
+    while len(left) > 0:
+        own = probs[left]
+        width = min(width, probs.shape[-1])
+        head = own.topk(width, dim=-1).values if width < probs.shape[-1] else own.sort(dim=-1, descending=True).values
         mass = head.cumsum(dim=-1)
-    last = ((mass - head) < top_p.unsqueeze(1)).sum(dim=-1, keepdim=True) - 1
-    return head.gather(1, last.clamp(min=0))
+        last = ((mass - head) < top_p[left].unsqueeze(1)).sum(dim=-1, keepdim=True) - 1
+        floor[left] = head.gather(1, last.clamp(min=0)).squeeze(1)
+        if width == probs.shape[-1]:
+            break
+        left = left[mass[:, -1] < top_p[left]]
+        width *= 16
+    probs = probs.masked_fill(probs < floor.unsqueeze(1), 0.0)
+    return probs.div_(probs.sum(dim=-1, keepdim=True))
 
 
 def draw(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

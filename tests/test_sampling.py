@@ -319,6 +319,17 @@ def test_options_reach_the_draft_or_are_counted() -> None:
     assert sum(stats.k_by_reason.get("options", 0) for stats in pacer.stats) > 10
 
 
+def test_options_that_cannot_be_computed_with_end_their_request_only() -> None:
+    target = ToyModel(vocab_size=VOCAB)
+    engine = ToyEngine(target, NoDrafter(), FixedPacer(0))
+    bad = SamplingParams(temperature=0.0, presence_penalty=float("nan"))
+    good = SamplingParams(temperature=0.0, max_tokens=5)
+    engine.run([Submit(request_id=name, prompt=PROMPT, sampling=s) for name, s in (("bad", bad), ("good", good))])
+    assert [delta.finish_reason for delta in engine.deltas["bad"]] == ["error"]
+    assert "finite" in (engine.deltas["bad"][0].error or "")
+    assert len(engine.tokens_of("good")) == 5
+
+
 def test_a_draft_without_a_tokenizer_leaves_grammars_to_the_target() -> None:
     target = ToyModel(vocab_size=VOCAB)
     drafter, pacer = toy_drafter(ToyModel(vocab_size=VOCAB)), FixedPacer(3)
