@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from deployments.engine_client import EngineClient, Health
-from engine.errors import EngineUnavailable, PacelineError, QueueFull
+from engine.errors import EngineUnavailable, QueueFull
 from engine.request import Delta, Submit
 
 MAX_STEPS = 1024
@@ -107,7 +107,7 @@ class TimedEngine:
                     yield delta
             finally:
                 await deltas.aclose()
-        except PacelineError as error:
+        except Exception as error:
             timeline.error = str(error)
             outcome = _refusal(error) if timeline.ttft_s is None else "error"
             raise
@@ -146,7 +146,7 @@ def note(timeline: Timeline, delta: Delta, at_s: float) -> None:
     timeline.num_accepted = delta.num_accepted
 
 
-def _refusal(error: PacelineError) -> str:
+def _refusal(error: Exception) -> str:
     if isinstance(error, QueueFull):
         return "queue_full"
     return "unavailable" if isinstance(error, EngineUnavailable) else "error"

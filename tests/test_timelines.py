@@ -20,7 +20,7 @@ from deployments.logs import OUR_LOGGERS, log_as_json
 from deployments.request_metrics import count_request, log_request
 from deployments.timelines import MAX_STEPS, TimedEngine, Timeline, note
 from deployments.tracing import Tracing, make_exporter, trace_request
-from engine.errors import ConfigError, EngineUnavailable, PacelineError, QueueFull
+from engine.errors import ConfigError, EngineUnavailable, QueueFull
 from engine.ledger import Ledger, Readings
 from engine.request import Delta, SamplingParams, Submit
 
@@ -31,7 +31,7 @@ def submit(name: str = "r", max_tokens: int = 6) -> Submit:
 
 def run(engine: FakeEngine, *, leave_after: int | None = None, keep: int = 8) -> tuple[Timeline, Readings]:
     """One request; the client leaves after so many messages."""
-    ledger, ended = Ledger(), []
+    ledger, ended, raised = Ledger(), [], []
 
     async def go() -> None:
         timed = TimedEngine(engine, [ended.append, lambda timeline: count_request(timeline, ledger)], keep=keep)
@@ -42,12 +42,13 @@ def run(engine: FakeEngine, *, leave_after: int | None = None, keep: int = 8) ->
                 seen += 1
                 if seen == leave_after:
                     break
-        except PacelineError:
-            pass
+        except Exception as error:  # noqa: BLE001 - whatever the engine raises
+            raised.append(error)
         await messages.aclose()
 
     asyncio.run(go())
     (timeline,) = ended
+    assert [str(error) for error in raised] == ([timeline.error] if timeline.error is not None else [])
     return timeline, ledger.read()
 
 
@@ -77,6 +78,7 @@ def test_a_request_that_ends_well() -> None:
         (make_engine(script=SCRIPT[:3]), None, "length"),
         (make_engine(max_step=1), 2, "abort"),
         (make_engine(max_step=1, fail_after=3, failure=EngineUnavailable("gone")), None, "error"),
+        (make_engine(max_step=1, fail_after=3, failure=RuntimeError("a bug")), None, "error"),
         (make_engine(refusal=QueueFull("full", retry_after_s=1)), None, "queue_full"),
         (make_engine(refusal=EngineUnavailable("starting")), None, "unavailable"),
     ],
