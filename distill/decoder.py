@@ -180,6 +180,17 @@ class FrozenTarget:
         return self.head(last)
 
 
+def vocabulary_digest(path: Path) -> str:
+    """SHA-256 over the tokens of a `tokenizer.json` by id, whatever the file's layout; empty without a file."""
+    if not path.exists():
+        return ""
+    given = json.loads(path.read_text(encoding="utf-8"))
+    vocab = given["model"]["vocab"]
+    tokens = dict(enumerate(item[0] for item in vocab)) if isinstance(vocab, list) else {i: t for t, i in vocab.items()}
+    tokens.update({item["id"]: item["content"] for item in given.get("added_tokens", [])})
+    return hashlib.sha256(json.dumps(sorted(tokens.items())).encode()).hexdigest()
+
+
 def run_layer(
     config: DecoderConfig, index: int, layer: DecoderLayer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend
 ) -> Tensor:
@@ -222,12 +233,10 @@ def load_weights(folder: Path, device: torch.device, dtype: torch.dtype) -> dict
 
 
 def fingerprint(folder: Path) -> dict[str, Any]:
-    """What must agree between a draft and its target: hidden size, layers, vocabulary, tokenizer."""
+    """What must agree between a draft and its target: hidden size, layers, vocabulary and its tokens."""
     config = asdict(DecoderConfig.from_dict(json.loads((folder / "config.json").read_text())))
-    tokenizer = folder / "tokenizer.json"
-    digest = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.exists() else ""
     names = ("hidden_size", "num_hidden_layers", "vocab_size")
-    return {**{name: config[name] for name in names}, "tokenizer_sha256": digest}
+    return {**{name: config[name] for name in names}, "vocabulary_sha256": vocabulary_digest(folder / "tokenizer.json")}
 
 
 def _has_onednn() -> bool:

@@ -154,7 +154,7 @@ def test_quantised_rows_are_off_by_half_a_step_at_most() -> None:
     ("change", "message"),
     [
         ({"vocab_size": 512}, "vocab_size: the draft was made for 512, the target has 96"),
-        ({"target": {"tokenizer_sha256": "abc"}}, "tokenizer_sha256: the draft was made for 'abc'"),
+        ({"target": {"vocabulary_sha256": "abc"}}, "vocabulary_sha256: the draft was made for 'abc'"),
         ({"feature_layers": [0]}, r"feature_layers: the draft needs \(0,\), the target taps \(0, 1\)"),
         ({"hidden_size": 64}, "hidden_size"),
     ],
