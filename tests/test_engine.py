@@ -6,6 +6,7 @@ Promise: greedy and seeded requests get exactly the reference's tokens whatever 
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 import torch
@@ -165,6 +166,24 @@ def test_a_long_prompt_does_not_starve_running_requests() -> None:
         before = len(engine.tokens_of("short"))
         engine.step()
         assert len(engine.tokens_of("short")) == before + 1, "one token in every step, whatever is being prefilled"
+
+
+def test_a_request_says_how_long_it_queued() -> None:
+    """One runs at a time, so the second waits for as long as the first runs."""
+    target = ToyModel(vocab_size=VOCAB, num_blocks=50, block_size=4)
+    engine = ToyEngine(target, NoDrafter(), FixedPacer(0), num_blocks=50, max_num_requests=1, max_model_len=40)
+    greedy = SamplingParams(temperature=0.0, max_tokens=8)
+    for name in ("first", "second"):
+        engine.engine.submit(Submit(request_id=name, prompt=(1, 2), sampling=greedy))
+    engine.engine.drain()
+    while not any(delta.finish_reason for delta in engine.deltas.get("first", [])):
+        engine.step()
+        time.sleep(0.001)
+    while engine.engine.scheduler.has_work:
+        engine.step()
+    first, second = ({delta.queue_s for delta in engine.deltas[name]} for name in ("first", "second"))
+    assert len(first) == len(second) == 1, "the same in every message"
+    assert second.pop() >= first.pop() + 0.007  # seven steps of a millisecond lie between
 
 
 def test_drafting_takes_fewer_steps_and_a_perfect_draft_is_always_accepted() -> None:

@@ -109,7 +109,6 @@ def test_what_is_scraped_is_what_is_declared(prometheus: Prometheus) -> None:
     assert scraped(prometheus, "paceline_") == expected
 
 
-@pytest.mark.xfail(reason="prometheus_client writes the colon as an underscore to scrapers that ask for OpenMetrics")
 def test_aliases_are_scraped_under_their_own_name(prometheus: Prometheus) -> None:
     assert scraped(prometheus, "vllm:") == {metric.name for metric in METRICS if metric.alias_of}
 
