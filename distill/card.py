@@ -91,10 +91,13 @@ def draft_card(
         "",
         "Made by `paceline distill run` with: " + ", ".join(f"{k}={v}" for k, v in sorted(options.items())) + ".",
         "",
-        "Acceptance on held-out documents (greedy, K = 5):",
-        "",
-        "| work | first token | tokens per verify step | sampled at 0.8, first token |",
-        "|---|---|---|---|",
     ]
+    if result:
+        text += [
+            "Acceptance on held-out documents (greedy, K = 5):",
+            "",
+            "| work | first token | tokens per verify step | sampled at 0.8, first token |",
+            "|---|---|---|---|",
+        ]
     text += [f"| {k} | {a.first:.2f} | {a.tokens_per_step:.2f} | {a.sampled[0]:.2f} |" for k, a in result.items()]
     return "\n".join(text) + "\n"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -36,9 +37,6 @@ from distill.trainer import TrainConfig, train
 from engine.errors import ConfigError
 from engine.model_store import resolve_model
 
-HELD_OUT = 1
-"""Shards of each stream that are never trained on; acceptance on them is the curves' honest twin."""
-
 
 def run_distill(args: argparse.Namespace) -> int:
     """Generate what is missing, train what is left of the budget, measure, write the draft; returns the exit status."""
@@ -46,9 +44,7 @@ def run_distill(args: argparse.Namespace) -> int:
     folder, target = _open_target(args, args.feature_layers)
     data, work = args.out / "work" / "data", args.out / "work" / "train"
     generate_corpus(args, folder, target, data, console)
-    held = held_out(data)
-    if not held:
-        raise ConfigError(f"generate: {args.generate} tokens made too few shards to hold one out; generate more")
+    held = held_out(data, args.hold_out)
     draft = new_draft(args, target, data, work)
     config = train_config(args)
     with _bar(console) as bar:
@@ -69,16 +65,23 @@ def run_distill(args: argparse.Namespace) -> int:
         )
     draw_curves(work / "curves.jsonl", work / "curves.png")
     result = evaluate(draft, held, k=5)
-    console.print(table({args.out.name: result}))
+    if held:
+        console.print(table({args.out.name: result}))
     export_draft(draft, folder, args.out, card=draft_card(draft, args, work, result), int8=args.int8)
     console.print(f"draft written to {args.out}")
     return 0
 
 
 def run_generate(args: argparse.Namespace) -> int:
-    """Only generate; returns the exit status."""
+    """Only generate; returns the exit status. SIGTERM and Ctrl-C end it with finished documents saved."""
     folder, target = _open_target(args, args.feature_layers)
-    generate_corpus(args, folder, target, args.out / "work" / "data", Console(stderr=True))
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        generate_corpus(args, folder, target, args.out / "work" / "data", Console(stderr=True))
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 
@@ -200,6 +203,7 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
         muon=not args.adamw,
         muon_lr=args.muon_lr,
         budget_tokens=args.tokens,
+        constant=args.constant,
         prompt_weight=args.prompt_weight,
         time_s=None if args.time is None else args.time * 60,
         seed=args.seed,
@@ -207,12 +211,17 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
     )
 
 
-def held_out(data: Path) -> list[Path]:
-    """The first shards of each stream, if there are others to train on."""
+def held_out(data: Path, count: int) -> list[Path]:
+    """The first `count` shards of each stream: never trained on, so that acceptance on them is honest.
+
+    Raises:
+        ConfigError: nothing would be left to train on.
+    """
     paths = shard_paths([data])
-    streams = {path.name.rsplit("-", 1)[0] for path in paths}
-    held = [path for path in paths if int(path.name.rsplit("-", 1)[1]) < HELD_OUT]
-    return held if len(paths) > len(streams) * HELD_OUT else []
+    held = [path for path in paths if int(path.name.rsplit("-", 1)[1]) < count]
+    if len(held) == len(paths):
+        raise ConfigError(f"hold_out: {count} of each stream are all {len(paths)} shards there are; generate more")
+    return held
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -80,6 +80,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--muon-lr", type=float, default=TrainConfig.muon_lr, help="Muon's rate, of the other matrices")
     add("--adamw", action="store_true", help="AdamW for all weights")
     add("--batch-tokens", type=int, default=TrainConfig.batch_tokens)
+    add("--constant", action="store_true", help="hold the rate after the warm-up: for runs that go on as data grow")
+    add("--hold-out", type=int, default=1, metavar="N", help="shards per stream kept for measuring; 0 is none")
     add("--row-len", type=int, default=TrainConfig.row_len)
     add("--prompt-weight", type=float, default=TrainConfig.prompt_weight, help="loss weight of given tokens")
     add("--kl-weight", type=float, default=Objective.kl_weight)

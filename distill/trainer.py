@@ -43,7 +43,7 @@ class TrainConfig:
     steps: int = 3
     """Chain steps unrolled."""
     row_len: int = 256
-    batch_tokens: int = 4096
+    batch_tokens: int = 1024
     lr: float = 1e-3
     head_lr_scale: float = 0.5
     muon: bool = True
