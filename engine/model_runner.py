@@ -6,6 +6,8 @@ Knows nothing of requests: who holds which block is the block pool's business.
 
 from __future__ import annotations
 
+import math
+import mmap
 from typing import Any
 
 import numpy as np
@@ -46,8 +48,8 @@ class ModelRunner:
         with torch.inference_mode():
             self.caches = [
                 LayerCache(
-                    keys=torch.zeros(shape, dtype=model.dtype, device=model.device),
-                    values=torch.zeros(shape, dtype=model.dtype, device=model.device),
+                    keys=_untouched_zeros(shape, model.dtype, model.device),
+                    values=_untouched_zeros(shape, model.dtype, model.device),
                 )
                 for _ in range(model.config.num_layers)
             ]
@@ -76,6 +78,17 @@ class ModelRunner:
 
     def _to_device(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self.model.device)
+
+
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that take memory only where they are written: a pool is sized for the worst load and rarely sees it.
+
+    The allocator would write them, because `keep_freed_memory` makes it serve large blocks from its heap.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape)
+    return torch.frombuffer(mmap.mmap(-1, size * dtype.itemsize), dtype=dtype, count=size).view(shape)
 
 
 def kv_bytes_per_token(config: ModelConfig, shard: ShardSpec = WHOLE, dtype: torch.dtype = torch.bfloat16) -> int:

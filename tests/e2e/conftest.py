@@ -32,6 +32,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, targets: Path) -> Iterator[
     folder = tmp_path_factory.mktemp("server")
     draft = cut_draft(resolve_model("smollm2"), folder / "draft")
     env = {"PACELINE_METRICS_DIR": str(targets), "PACELINE_ADMIN_KEY": ADMIN_KEY}
-    with serving(folder / "log", "--dtype", "float32", "--draft", str(draft), "--k", "3", env=env) as running:
+    with serving(
+        folder / "log", "--dtype", "float32", "--draft", str(draft), "--k", "3", "--policy", "fixed", env=env
+    ) as running:
         yield running
     assert list(targets.iterdir()) == [], "targets of replicas that have stopped"
