@@ -18,6 +18,10 @@ import numpy.typing as npt
 
 from engine.request import GrammarSpec, SamplingParams
 
+LARGEST = 1e6
+"""Of a penalty or bias: far beyond any logit, and products with token counts still fit in float32."""
+SMALLEST_REPETITION = 1e-6
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOptions:
@@ -39,10 +43,15 @@ class TokenOptions:
 
     def __post_init__(self) -> None:
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
-        if not all(math.isfinite(value) for value in (*penalties, *(bias for _, bias in self.logit_bias))):
-            raise ValueError(f"options: penalties {penalties} and every bias must be finite")
-        if self.repetition_penalty <= 0:
-            raise ValueError(f"options: repetition_penalty {self.repetition_penalty} given, allowed is more than 0")
+        values = (*penalties, *(bias for _, bias in self.logit_bias))
+        if not all(math.isfinite(value) and abs(value) <= LARGEST for value in values):
+            raise ValueError(
+                f"options: penalties {penalties} and every bias must be finite and within {LARGEST:g} of 0"
+            )
+        if self.repetition_penalty < SMALLEST_REPETITION:
+            raise ValueError(
+                f"options: repetition_penalty {self.repetition_penalty} given, allowed is {SMALLEST_REPETITION} or more"
+            )
         token_ids = (*self.stop_token_ids, *(token for token, _ in self.logit_bias))
         if min((self.num_prompt, *token_ids)) < 0 or max(token_ids, default=0) >= 2**31:
             raise ValueError("options: num_prompt or a token id is out of range")

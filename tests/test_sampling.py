@@ -319,10 +319,11 @@ def test_options_reach_the_draft_or_are_counted() -> None:
     assert sum(stats.k_by_reason.get("options", 0) for stats in pacer.stats) > 10
 
 
-def test_options_that_cannot_be_computed_with_end_their_request_only() -> None:
+@pytest.mark.parametrize("value", [float("nan"), 1e300, -1e300])
+def test_options_that_cannot_be_computed_with_end_their_request_only(value: float) -> None:
     target = ToyModel(vocab_size=VOCAB)
     engine = ToyEngine(target, NoDrafter(), FixedPacer(0))
-    bad = SamplingParams(temperature=0.0, presence_penalty=float("nan"))
+    bad = SamplingParams(temperature=0.0, presence_penalty=value)
     good = SamplingParams(temperature=0.0, max_tokens=5)
     engine.run([Submit(request_id=name, prompt=PROMPT, sampling=s) for name, s in (("bad", bad), ("good", good))])
     assert [delta.finish_reason for delta in engine.deltas["bad"]] == ["error"]
