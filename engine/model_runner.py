@@ -55,8 +55,12 @@ class ModelRunner:
             ]
 
     @torch.inference_mode()
-    def forward(self, plan: ForwardPlan) -> torch.Tensor | None:
+    def forward(self, plan: ForwardPlan, embedded: torch.Tensor | None = None) -> torch.Tensor | None:
         """Compute a plan: write K and V of its rows, then attend, layer by layer.
+
+        Args:
+            plan: the rows.
+            embedded: [N, hidden_size] what enters the first layer instead of the embedding of the plan's tokens.
 
         Returns:
             [R, vocab] float32 logits of `plan.logit_rows` on rank 0, None on other ranks. `vocab` is the model's, or
@@ -71,6 +75,7 @@ class ModelRunner:
             slots=self._to_device(plan.slots),
             logit_rows=self._to_device(plan.logit_rows),
             attention=self.model.attention.prepare(plan, block_size=self.block_size),
+            embedded=embedded,
         )
         result = self.model.forward(inputs, self.caches)
         self.features = result.hidden

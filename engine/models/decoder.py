@@ -46,6 +46,8 @@ class ForwardInputs:
     """[R] int64."""
     attention: Any
     """From `Attention.prepare`."""
+    embedded: torch.Tensor | None = None
+    """[N, hidden_size] what enters the first layer, of the model's dtype; None: the embedding of `token_ids`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,11 @@ class Decoder:
         self._num_heads = self.num_kv_heads * (config.num_heads // config.num_kv_heads)
 
     @property
+    def embedding(self) -> torch.Tensor:
+        """[vocab_size, hidden_size]."""
+        return self._weights.embedding
+
+    @property
     def logit_width(self) -> int:
         """Columns of the logits."""
         return self.config.draft_vocab_size or self.config.vocab_size
@@ -128,7 +135,9 @@ class Decoder:
         Raises:
             ShardDown: a peer shard is gone.
         """
-        hidden = F.embedding(inputs.token_ids, self._weights.embedding)  # [N, hidden_size]
+        hidden = inputs.embedded  # [N, hidden_size]
+        if hidden is None:
+            hidden = F.embedding(inputs.token_ids, self._weights.embedding)
         rotation = self._rope.at(inputs.positions)
         kept = []
         for index, (layer, cache) in enumerate(zip(self._weights.layers, caches, strict=True)):
