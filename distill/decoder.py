@@ -7,7 +7,6 @@ prepacked for oneDNN. It knows nothing of sampling, shards or drafts.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
+
+from engine.draft_folder import vocabulary_digest
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [B, T, heads, d], k [B, T, kv_heads, d], v like k) -> [B, T, heads, d]."""
@@ -178,17 +179,6 @@ class FrozenTarget:
     def logits(self, last: Tensor) -> Tensor:
         """last [..., H] -> logits [..., V] in the compute type."""
         return self.head(last)
-
-
-def vocabulary_digest(path: Path) -> str:
-    """SHA-256 over the tokens of a `tokenizer.json` by id, whatever the file's layout; empty without a file."""
-    if not path.exists():
-        return ""
-    given = json.loads(path.read_text(encoding="utf-8"))
-    vocab = given["model"]["vocab"]
-    tokens = dict(enumerate(item[0] for item in vocab)) if isinstance(vocab, list) else {i: t for t, i in vocab.items()}
-    tokens.update({item["id"]: item["content"] for item in given.get("added_tokens", [])})
-    return hashlib.sha256(json.dumps(sorted(tokens.items())).encode()).hexdigest()
 
 
 def run_layer(

@@ -7,6 +7,7 @@ Knows nothing of tensors, files of weights or devices.
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from engine.errors import ConfigError
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 FAMILIES: tuple[str, ...] = get_args(Family)
+Architecture = Literal["draft_model", "eagle"]
+ARCHITECTURES: tuple[str, ...] = get_args(Architecture)
 SHARED_EMBEDDING = "shared with the target"
 """Value of `embed_tokens` in a draft's config.json: the embedding is the target's own and not in the draft's file."""
 
@@ -63,6 +66,10 @@ class ModelConfig:
     """Rows of the head, where a draft scores only some tokens; `draft_vocab` in its file names them."""
     shares_embedding: bool = False
     """The token embedding comes from the target's folder."""
+    architecture: Architecture = "draft_model"
+    """Of a draft: a model of its own, or a head on the target's hidden states."""
+    feature_layers: tuple[int, ...] = ()
+    """Layers of the target, ascending, whose outputs an `eagle` draft reads; empty for everything else."""
 
     @classmethod
     def load(cls, folder: Path) -> ModelConfig:
@@ -124,6 +131,8 @@ class ModelConfig:
             eos_token_ids=_eos(values),
             draft_vocab_size=keys.positive("draft_vocab_size") if "draft_vocab_size" in values else None,
             shares_embedding=_shares_embedding(values),
+            architecture=(architecture := _architecture(values)),
+            feature_layers=_feature_layers(values) if architecture == "eagle" else (),
         )
 
 
@@ -230,3 +239,18 @@ def _shares_embedding(values: dict[str, Any]) -> bool:
     if source not in (None, SHARED_EMBEDDING):
         raise ConfigError(f"embed_tokens: {source!r} is not supported; allowed: {SHARED_EMBEDDING!r}")
     return source is not None
+
+
+def _architecture(values: dict[str, Any]) -> Architecture:
+    given = values.get("architecture", "draft_model")
+    if given not in ARCHITECTURES:
+        raise ConfigError(f"architecture: {given!r} is not supported; allowed: {', '.join(ARCHITECTURES)}")
+    return cast(Architecture, given)
+
+
+def _feature_layers(values: dict[str, Any]) -> tuple[int, ...]:
+    given = values.get("feature_layers")
+    right = isinstance(given, list) and all(type(layer) is int and layer >= 0 for layer in given)
+    if not right or not given or any(low >= high for low, high in itertools.pairwise(given)):
+        raise ConfigError(f"feature_layers: {given!r} given, allowed is an ascending list of layer numbers from 0")
+    return tuple(given)

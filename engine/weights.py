@@ -7,6 +7,7 @@ tensors. Knows tensor names only as strings; which names a model needs is `engin
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from engine.model_config import ModelConfig
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+SCALE_SUFFIX = ".int8_scale"
+"""A tensor stored as int8 has its rows' float32 scales beside it, under its name and this."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -114,12 +117,20 @@ class WeightFiles:
     def read_float(
         self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, cols: slice | None = None
     ) -> torch.Tensor:
-        """As `read`, for weights: float32, bfloat16 or float16 only."""
+        """As `read`, for weights: floats, or int8 rows with a scale each, which come as float32."""
         tensor = self.read(name, shape, rows=rows, cols=cols)
+        if tensor.dtype is torch.int8 and name + SCALE_SUFFIX in self:
+            scale = self.read(name + SCALE_SUFFIX, shape[:1], rows=rows).float()
+            return tensor.float() * scale.view(-1, *[1] * (len(shape) - 1))
         if tensor.dtype not in _FLOATS:
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _FLOATS)
+            allowed += f", int8 with {name}{SCALE_SUFFIX}"
             raise ConfigError(f"model: tensor {name} is of type {tensor.dtype}; allowed: {allowed}")
         return tensor
+
+    def num_elements(self) -> int:
+        """Numbers in all tensors."""
+        return sum(math.prod(file.get_slice(name).get_shape()) for name, file in self._home.items())
 
     def check_all_read(self, *, ignore: Iterable[str] = ()) -> None:
         """Complain about tensors that no part of the model asked for: the config is not that of these weights.

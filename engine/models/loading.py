@@ -14,6 +14,7 @@ from engine.errors import ConfigError
 from engine.linear import Linear, LinearKind, make_linear
 from engine.model_config import ModelConfig
 from engine.models.decoder import DecoderWeights, Layer
+from engine.models.eagle import EagleHead
 from engine.models.norm import RmsNorm
 from engine.weights import ShardSpec, WeightFiles
 
@@ -71,6 +72,27 @@ class Loader:
         tied = (HEAD,) if config.tie_word_embeddings else ()
         self._files.check_all_read(ignore=_IGNORED + tied)
         return DecoderWeights(embedding, layers, final_norm, head, draft_vocab)
+
+    def eagle(self) -> EagleHead:
+        """What an eagle draft has beside its decoder. Call it before `load`.
+
+        Raises:
+            ConfigError: a tensor is missing or misshaped.
+        """
+        config = self._config
+        hidden, count = config.hidden_size, len(config.feature_layers)
+        fuse, _ = self._part("eagle.fuse", (hidden, count * hidden), bias=False)
+        token, _ = self._part("eagle.token", (hidden, hidden), bias=False)
+        carry, _ = self._part("eagle.carry", (hidden, hidden), bias=False)
+        return EagleHead(
+            feature_norm=self._to(self._files.read_float("eagle.feature_norm.weight", (count, hidden))),
+            fuse=self._make(fuse, None),
+            token_norm=self._norm("eagle.token_norm.weight", hidden),
+            token=self._make(token, None),
+            carry_norm=self._norm("eagle.carry_norm.weight", hidden),
+            carry=self._make(carry, None),
+            eps=config.rms_norm_eps,
+        )
 
     def _embedding(self, target_folder: Path | None) -> torch.Tensor:
         config, files = self._config, self._files
@@ -142,7 +164,10 @@ class Loader:
             raise ConfigError(f"model: tensor {DRAFT_VOCAB} is of type {ids.dtype}; allowed: int64, int32")
         ids = ids.long()
         if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(set(ids.tolist())) != ids.numel():
-            raise ConfigError(f"model: {DRAFT_VOCAB} must hold distinct token ids within [0, {config.vocab_size})")
+            raise ConfigError(
+                f"model: {DRAFT_VOCAB} must hold distinct token ids within [0, {config.vocab_size}), "
+                f"given are {ids.numel()} from {int(ids.min())} to {int(ids.max())}"
+            )
         return ids.to(self._device)
 
     def _part(
