@@ -75,6 +75,8 @@ class Engine:
         self._grammars = grammars
         self._aborted: list[int] = []  # keys since the last step
         self._compiling: set[str] = set()  # ids of requests whose grammar is being compiled
+        self.num_turns = 0
+        """Turns of the loop so far, also those without a step: stands still only while the loop is stuck."""
 
     @property
     def has_work(self) -> bool:
@@ -101,10 +103,11 @@ class Engine:
         """Step until `stop` is set.
 
         Raises:
-            ShardDown: a target shard is gone; every request has been ended with an error delta.
+            ShardDown: a target shard is gone; every request has been ended with a delta of reason `abort`.
         """
         try:
             while not stop.is_set():
+                self.num_turns += 1
                 self._drain(wait=not self.scheduler.has_work)
                 if self.scheduler.has_work:
                     self.step()
@@ -179,7 +182,7 @@ class Engine:
             submit=submit,
             key=self._next_key,
             stream_key=secrets.randbits(64) if seed is None else seed & (2**64 - 1),
-            tokens=list(submit.prompt),
+            tokens=[*submit.prompt, *submit.generated],
             arrival_s=time.monotonic(),
             rules=rules,
         )
@@ -213,17 +216,20 @@ class Engine:
             self.drafter.forget([request.key for request in ended])
 
     def _fail_all(self, error: BaseException) -> None:
-        """End every request with one error delta; nothing is left hanging."""
+        """End every request with one delta that says why; nothing is left hanging.
+
+        The reason is `abort`, not `error`: nothing is wrong with the requests, another engine may go on with them.
+        """
         _log.error("engine stops: %s", error)
         self._drain(wait=False)
         for request in self._by_id.values():
-            request.finish_reason = "error"
+            request.finish_reason = "abort"
             self.scheduler.remove(request)
         self.streams.publish([_last_delta(request, "the engine stopped") for request in self._by_id.values()])
         self._by_id.clear()
         for request_id in self._compiling:
             self.streams.publish(
-                [Delta(request_id=request_id, token_ids=(), finish_reason="error", error="the engine stopped")]
+                [Delta(request_id=request_id, token_ids=(), finish_reason="abort", error="the engine stopped")]
             )
         self._compiling.clear()
 

@@ -31,7 +31,7 @@ PHASES: tuple[str, ...] = get_args(Phase)
 SWITCH_CAUSES: tuple[str, ...] = get_args(SwitchCause)
 CACHES = ("target", "draft")
 FINISH_REASONS = ("stop", "length", "abort", "error")
-REJECT_CAUSES = ("queue_full", "unavailable")
+REJECT_CAUSES = ("queue_full", "unavailable", "rate_limit", "unauthorized")
 
 STEP_BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 TOKEN_BUCKETS = (1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
@@ -376,7 +376,7 @@ _FLEET = (
         "Processes replaced after they died or hung.",
         "sum by (process) (increase(paceline_restarts_total{$selector}[$window]))",
         labels=("process",),
-        values=("draft", "controller"),
+        values=("draft", "controller", "target"),
     ),
     _gauge("paceline_start_time_seconds", "fleet", "When the replica became ready, unix time.", unit="seconds"),
 )

@@ -12,7 +12,7 @@ moves a record between queues, only the committer changes its tokens. Knows toke
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:  # only a type here; rules compute with torch
     from engine.rules import Rules
@@ -21,7 +21,15 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 EmittedKind = Literal["accepted", "recovered", "bonus", "plain"]
 """Origin of a token: of the draft, or of the target after a rejection, after a whole accepted draft, or without one."""
 
+Priority = Literal["high", "normal", "low"]
+"""Shares of a busy engine; nobody is passed over for good."""
+
 GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf", "choice"]
+WorkloadClass = Literal["greedy", "cool", "hot", "structured"]
+"""Kinds of requests whose drafts fare alike: by temperature, or bound by a grammar."""
+WORKLOADS: tuple[WorkloadClass, ...] = get_args(WorkloadClass)
+HOT = 0.8
+"""Temperature above which a request counts as hot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +79,15 @@ class SamplingParams:
     """The same for the prompt's tokens, all but the first."""
     grammar: GrammarSpec | None = None
 
+    @property
+    def workload(self) -> WorkloadClass:
+        """The kind of request this is, for those who learn how drafts fare."""
+        if self.grammar is not None:
+            return "structured"
+        if self.temperature == 0:
+            return "greedy"
+        return "hot" if self.temperature > HOT else "cool"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeOptions:
@@ -90,6 +107,11 @@ class Submit:
     """Token ids, at least one."""
     sampling: SamplingParams
     speculative: SpeculativeOptions = SpeculativeOptions()
+    generated: tuple[int, ...] = ()
+    """Tokens that another engine has generated for it already; this one goes on after them."""
+    priority: Priority = "normal"
+    client: str = ""
+    """Who sent it: clients share a busy engine fairly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,6 @@ Decodes come first, so a long prompt only ever gets the rows that are left and n
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 
 from engine.block_pool import BlockPool
@@ -17,6 +16,7 @@ from engine.errors import ConfigError
 from engine.plan import Choice, Pacer, Plan
 from engine.request import Request
 from engine.step import Batch, KReason, Span
+from engine.waiting_queue import WaitingQueue
 
 
 class Scheduler:
@@ -56,7 +56,7 @@ class Scheduler:
         self._max_num_requests = max_num_requests
         self._max_step_tokens = max_step_tokens
         self._max_model_len = max_model_len
-        self._waiting: deque[Request] = deque()
+        self._waiting = WaitingQueue()
         self._running: list[Request] = []
         self._step_id = 0
         self.num_preempted = 0
@@ -71,17 +71,17 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
+        return bool(self._running or len(self._waiting))
 
     def add(self, request: Request) -> None:
-        self._waiting.append(request)
+        self._waiting.add(request)
 
     def remove(self, request: Request) -> None:
         """Take out a request that finished or was aborted, and free its blocks."""
         if request in self._running:
             self._running.remove(request)
-        elif request in self._waiting:
-            self._waiting.remove(request)
+        else:
+            self._waiting.discard(request)
         self._pool.release(request)
 
     def requests(self) -> Iterable[Request]:
@@ -108,11 +108,11 @@ class Scheduler:
         budget = max(0, rows_left)
         for request in [r for r in self._running if r.extend_len > 1]:
             budget -= self._extend(request, budget, spans)
-        while self._waiting and len(self._running) < self._max_num_requests and budget > 0:
-            request = self._waiting[0]
-            if not self._admit(request):
+        while len(self._running) < self._max_num_requests and budget > 0:
+            request = self._waiting.peek()
+            if request is None or not self._admit(request):
                 break
-            self._waiting.popleft()
+            self._waiting.pop()
             self._running.append(request)
             request.queue_s = request.queue_s or time.monotonic() - request.arrival_s
             budget -= self._extend(request, budget, spans)
@@ -123,8 +123,9 @@ class Scheduler:
     def _num_prefill_rows(self, budget: int) -> int:
         """Rows that prompts will take, before prefix-cache hits are known."""
         rows = sum(request.extend_len for request in self._running if request.extend_len > 1)
-        if self._waiting and len(self._running) < self._max_num_requests:
-            rows += self._waiting[0].extend_len
+        following = self._waiting.peek()
+        if following is not None and len(self._running) < self._max_num_requests:
+            rows += following.extend_len
         return min(budget, rows)
 
     def _cap(self, request: Request, choice: Choice, rows_left: int) -> tuple[int, KReason]:
@@ -190,5 +191,5 @@ class Scheduler:
         self._pool.release(request)
         request.num_computed = 0
         self._running.remove(request)
-        self._waiting.appendleft(request)
+        self._waiting.put_back(request)
         self.num_preempted += 1
