@@ -1,4 +1,7 @@
-"""What the two ends of a draft buffer share: the handle that is passed once, and where the probabilities lie.
+"""What the two ends of a draft buffer share: the handle that is passed once, and where the payload lies.
+
+The payload is the draft's probabilities and, for a draft that reads them, the target's features: written by one side,
+read in place by the other.
 
 Owns the handle's shape, the size of the host memory, and the payload in host memory with its (empty) ordering; the
 payload on a GPU is in `engine.cuda_ipc`. Knows nothing of orders, answers or waits.
@@ -16,6 +19,8 @@ from engine.draft_block import block_bytes
 from engine.draft_protocol import BufferSpec
 from engine.shared_memory import Rendezvous, SharedMemory
 
+FEATURE_DTYPES = {2: torch.bfloat16, 4: torch.float32}
+"""By bytes per number."""
 _PAGE = 4096
 
 
@@ -33,7 +38,7 @@ class BufferHandle:
 
 
 class Payload(Protocol):
-    """Where the probabilities lie, and how work on them is ordered."""
+    """Where probabilities and features lie, and how work on them is ordered."""
 
     @property
     def memory(self) -> torch.Tensor: ...
@@ -42,7 +47,7 @@ class Payload(Protocol):
 
 
 class HostPayload:
-    """Probabilities in the memory that both map: ordered by the sequence words alone."""
+    """In the memory that both map: ordered by the sequence words alone."""
 
     def __init__(self, memory: SharedMemory, spec: BufferSpec) -> None:
         self.memory = torch.frombuffer(
@@ -65,5 +70,14 @@ def host_bytes(spec: BufferSpec, *, on_gpu: bool) -> int:
 
 
 def as_probs(memory: torch.Tensor, spec: BufferSpec) -> torch.Tensor:
-    flat = memory[: spec.payload_bytes].view(torch.float32)
+    """[max_rows, max_k, draft_vocab] float32."""
+    flat = memory[: spec.probs_bytes].view(torch.float32)
     return flat.view(spec.max_rows, spec.max_k, spec.draft_vocab)
+
+
+def as_features(memory: torch.Tensor, spec: BufferSpec) -> torch.Tensor | None:
+    """[feature_rows, feature_width] bfloat16 or float32; None where the draft reads none."""
+    if spec.feature_rows == 0:
+        return None
+    flat = memory[spec.features_offset : spec.payload_bytes]
+    return flat.view(FEATURE_DTYPES[spec.feature_itemsize]).view(spec.feature_rows, spec.feature_width)

@@ -1,8 +1,9 @@
 """The draft buffer: how target shard 0 asks the draft for tokens in every step, and gets probabilities without a copy.
 
 Owns the two ends of the protocol (order, ring, answer, ring), their deadlines and epochs, and the choice of transport:
-probabilities in host memory that both map, or in one allocation on the GPU that both share through CUDA IPC. Orders,
-token ids and confidences go through host memory either way. Knows no Ray: `BufferHandle` is what goes over once.
+probabilities and features in host memory that both map, or in one allocation on the GPU that both share through CUDA
+IPC. Orders, token ids and confidences go through host memory either way. Features are written between two asks.
+Knows no Ray: `BufferHandle` is what goes over once.
 
     target   create -> handle() ... wait_open | ask: write order, ring, wait | read answer, probs
     draft                open(handle)         | wait | compute, write probs, answer, ring
@@ -18,7 +19,7 @@ from typing import NoReturn
 import torch
 
 from engine.block_checks import CorruptBlock
-from engine.buffer_handle import BufferHandle, HostPayload, Payload, as_probs, host_bytes
+from engine.buffer_handle import BufferHandle, HostPayload, Payload, as_features, as_probs, host_bytes
 from engine.cuda_ipc import CudaBlock, CudaTargetPayload, gpu_uuid
 from engine.doorbell import DEFAULT_SPIN_S, Doorbell
 from engine.draft_block import PROTOCOL_VERSION, DraftBlock
@@ -70,6 +71,8 @@ class TargetEnd:
         self._payload: Payload = self._cuda or HostPayload(self._memory, spec)
         self.probs = as_probs(self._payload.memory, spec)
         """[max_rows, max_k, draft_vocab] float32 on the target's device; an answer's rows stay until `ask`."""
+        self.features = as_features(self._payload.memory, spec)
+        """[feature_rows, feature_width] on the target's device, or None; to be written, never during `ask`."""
         self._host = Host(self._memory, version=PROTOCOL_VERSION, epoch=epoch, num_peers=1)
         self._doorbell: Doorbell | None = None
         self._seq = 0
@@ -158,7 +161,7 @@ class TargetEnd:
         """Idempotent. The draft notices at once. Views of `probs` stay valid on the CPU, not on a GPU."""
         self._close_host_side()
         if self._cuda_block is not None:
-            del self.probs, self._payload
+            del self.probs, self.features, self._payload
             self._cuda = None
             self._cuda_block.close()
             self._cuda_block = None

@@ -6,7 +6,7 @@ Owns the layout, the writing and the checked reading. The same for both transpor
             16 .. 23   opened epoch, heartbeat (ns)               written by the draft
             24 .. 31   order: epoch, counts        32  order seq  written by the target, seq last
             40 .. 47   answer: epoch, counts, s    48  answer seq written by the draft, seq last
-    arrays             order rows, feed, released, options | answer rows, token ids, confidences
+    arrays             order rows, feed, released, options, feature rows | answer rows, token ids, confidences
 
 Reading copies first and checks the copy, so a peer that scribbles is an error, never a read out of range.
 Each side writes the sequence word after everything it announces, as one aligned 8-byte store. x86 keeps stores in
@@ -36,7 +36,7 @@ from engine.draft_protocol import (
     encode_options,
 )
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 _MAGIC = int.from_bytes(b"pacedraf", "little")
 _OPENED, _HEARTBEAT = 16, 17
 _ORDER_EPOCH, _ORDER_ROWS, _ORDER_FEED, _ORDER_RELEASED, _ORDER_OPTIONS, _ORDER_SEQ = 24, 25, 26, 27, 28, 32
@@ -86,10 +86,11 @@ class DraftBlock:
             np.frombuffer(buffer, dtype, count=(end - start) // dtype.itemsize, offset=start)
             for dtype, start, end in _place(spec)
         ]
-        self._order_rows, self._feed, self._released, self._options = arrays[:4]
-        self._answer_rows, self._token_ids, self._confidences = arrays[4:]
+        self._order_rows, self._feed, self._released, self._options, self._feature_rows = arrays[:5]
+        self._answer_rows, self._token_ids, self._confidences = arrays[5:]
         sizes = (spec.max_rows, spec.max_k, spec.max_feed, spec.max_released, spec.max_options)
-        capacities = (*sizes, spec.draft_vocab, spec.vocab)
+        features = (spec.feature_rows, spec.feature_width, spec.feature_itemsize)
+        capacities = (*sizes, spec.draft_vocab, spec.vocab, *features)
         self._fixed = [_MAGIC, PROTOCOL_VERSION, epoch, *capacities]
 
     def initialize(self) -> None:
@@ -115,6 +116,9 @@ class DraftBlock:
                 "max_options",
                 "draft_vocab",
                 "vocab",
+                "feature_rows",
+                "feature_width",
+                "feature_itemsize",
             )
             wrong = next(index for index, word in enumerate(found) if word != self._fixed[index])
             raise CorruptBlock(f"{names[wrong]} is {found[wrong]}, expected {self._fixed[wrong]}")
@@ -157,6 +161,8 @@ class DraftBlock:
         check_capacity("k", max((row.k for row in rows), default=0), spec.max_k)
         if not within(feed, spec.vocab):
             raise ValueError(f"order: a fed token id is outside 0..{spec.vocab - 1}")
+        if spec.feature_rows:
+            self._write_feature_rows(rows, len(feed))
         self._order_rows[: len(rows)] = [
             (
                 *(r.key, r.start, len(r.feed), r.k, r.temperature, r.top_p, r.stream_key, r.attempt, r.coupled),
@@ -171,6 +177,22 @@ class DraftBlock:
         words[_ORDER_EPOCH], words[_ORDER_OPTIONS] = self.epoch, len(options)
         words[_ORDER_ROWS], words[_ORDER_FEED], words[_ORDER_RELEASED] = len(rows), len(feed), len(released)
         words[_ORDER_SEQ] = seq
+
+    def _write_feature_rows(self, rows: Sequence[OrderRow], num_feed: int) -> None:
+        feature_rows = np.array([place for row in rows for place in row.feature_rows], dtype=np.int64)
+        if len(feature_rows) != num_feed or not within(feature_rows + 1, self.spec.feature_rows + 1):
+            raise ValueError(
+                f"order: {len(feature_rows)} feature rows for {num_feed} fed tokens, or not within "
+                f"-1..{self.spec.feature_rows - 1}"
+            )
+        self._feature_rows[:num_feed] = feature_rows
+
+    def _read_feature_rows(self, num_feed: int) -> list[int]:
+        feature_rows = self._feature_rows[:num_feed].astype(np.int64)
+        if not within(feature_rows + 1, self.spec.feature_rows + 1):
+            raise CorruptBlock(f"a feature row is outside -1..{self.spec.feature_rows - 1}")
+        places: list[int] = feature_rows.tolist()
+        return places
 
     def read_order(self, seq: int) -> Order:
         """The order announced as `seq`.
@@ -191,11 +213,12 @@ class DraftBlock:
         options = self._options[: count("options bytes", words[_ORDER_OPTIONS], spec.max_options)].tobytes()
         raw_rows = self._order_rows[:num_rows].tolist()
         feeds = split(feed.tolist(), [row[2] for row in raw_rows])
+        places = split(self._read_feature_rows(num_feed), [row[2] for row in raw_rows]) if spec.feature_rows else ()
         blobs = split(list(options), [row[-1] for row in raw_rows])
         try:
             rows = tuple(
-                _order_row(raw, part, bytes(blob), spec.max_k)
-                for raw, part, blob in zip(raw_rows, feeds, blobs, strict=True)
+                _order_row(raw, part, bytes(blob), spec.max_k, place)
+                for raw, part, blob, place in zip(raw_rows, feeds, blobs, places or [()] * num_rows, strict=True)
             )
         except ValueError as error:
             raise CorruptBlock(str(error)) from None
@@ -257,7 +280,9 @@ class DraftBlock:
         return Answer(self.epoch, seq, rows, draft_s)
 
 
-def _order_row(raw: tuple[Any, ...], feed: tuple[int, ...], blob: bytes, max_k: int) -> OrderRow:
+def _order_row(
+    raw: tuple[Any, ...], feed: tuple[int, ...], blob: bytes, max_k: int, feature_rows: tuple[int, ...]
+) -> OrderRow:
     """Raises ValueError or CorruptBlock."""
     key, start, _, k, temperature, top_p, stream, attempt, coupled, top_k, min_p, _ = raw
     return OrderRow(
@@ -265,6 +290,7 @@ def _order_row(raw: tuple[Any, ...], feed: tuple[int, ...], blob: bytes, max_k: 
         top_k=top_k,
         min_p=min_p,
         options=decode_options(blob),
+        feature_rows=feature_rows,
     )
 
 
@@ -275,6 +301,7 @@ def _place(spec: BufferSpec) -> list[tuple[np.dtype[np.generic], int, int]]:
         (np.dtype(np.int32), spec.max_feed),
         (np.dtype(np.int64), spec.max_released),
         (np.dtype(np.uint8), spec.max_options),
+        (np.dtype(np.int32), spec.max_feed if spec.feature_rows else 0),
         (_ANSWER_ROW, spec.max_rows),
         (np.dtype(np.int32), spec.max_rows * spec.max_k),
         (np.dtype(np.float64), spec.max_rows * spec.max_k),

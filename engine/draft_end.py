@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.block_checks import CorruptBlock
-from engine.buffer_handle import BufferHandle, HostPayload, Payload, as_probs, host_bytes
+from engine.buffer_handle import BufferHandle, HostPayload, Payload, as_features, as_probs, host_bytes
 from engine.cuda_ipc import CudaDraftPayload
 from engine.doorbell import DEFAULT_SPIN_S, Doorbell
 from engine.draft_block import PROTOCOL_VERSION, DraftBlock
@@ -81,6 +81,8 @@ class DraftEnd:
             raise
         self.probs = as_probs(self._payload.memory, handle.spec)
         """[max_rows, max_k, draft_vocab] float32; written between `wait` and `answer`, on the current stream."""
+        self.features = as_features(self._payload.memory, handle.spec)
+        """[feature_rows, feature_width] or None; read between `wait` and `answer`, on the current stream."""
         self._block.beat()
         self._block.mark_opened()
         self._ring()
@@ -135,7 +137,7 @@ class DraftEnd:
         self._doorbell.close()
         self._memory.close()
         if self._cuda is not None:
-            del self.probs, self._payload
+            del self.probs, self.features, self._payload
             self._cuda.close()
             self._cuda = None
 

@@ -18,6 +18,7 @@ from engine.step import KReason
 
 MAX_OPTIONS = 1 << 18
 """Bytes of request options in one order; a request that alone needs more is not drafted for."""
+_ALIGN = 64
 _options = msgspec.msgpack.Decoder(TokenOptions)
 REASONS: tuple[KReason, ...] = get_args(KReason)
 
@@ -44,12 +45,24 @@ class BufferSpec:
     """Token ids are below this; None: below draft_vocab."""
     max_options: int = MAX_OPTIONS
     """Bytes of request options that one order can carry, all rows together."""
+    feature_rows: int = 0
+    """Positions whose features the buffer holds; 0: the draft reads none."""
+    feature_width: int = 0
+    """Numbers per position, see `engine.feature_log`."""
+    feature_itemsize: int = 2
+    """Bytes of each: 2 is bfloat16, 4 float32."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if value is not None and value < 1:
-                raise ConfigError(f"buffer {item.name}: {value} given, allowed is 1 or more")
+            least = 0 if item.name in ("feature_rows", "feature_width") else 1
+            if value is not None and value < least:
+                raise ConfigError(f"buffer {item.name}: {value} given, allowed is {least} or more")
+        if (self.feature_rows == 0) != (self.feature_width == 0) or self.feature_itemsize not in (2, 4):
+            raise ConfigError(
+                f"buffer features: {self.feature_rows} rows of {self.feature_width} numbers of "
+                f"{self.feature_itemsize} bytes given, allowed are both or neither, of 2 or 4 bytes"
+            )
 
     @property
     def vocab(self) -> int:
@@ -57,9 +70,21 @@ class BufferSpec:
         return self.draft_vocab if self.target_vocab is None else self.target_vocab
 
     @property
-    def payload_bytes(self) -> int:
+    def probs_bytes(self) -> int:
         """Bytes of the probabilities, float32 [max_rows, max_k, draft_vocab]."""
         return 4 * self.max_rows * self.max_k * self.draft_vocab
+
+    @property
+    def features_offset(self) -> int:
+        """First byte of the features in the payload."""
+        return -(-self.probs_bytes // _ALIGN) * _ALIGN
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of probabilities and features [feature_rows, feature_width]."""
+        if self.feature_rows == 0:
+            return self.probs_bytes
+        return self.features_offset + self.feature_rows * self.feature_width * self.feature_itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +115,9 @@ class OrderRow:
     min_p: float = 0.0
     options: TokenOptions | None = None
     """Told once, with `start` 0; None where all are neutral."""
+    feature_rows: tuple[int, ...] = ()
+    """Per fed token, the row of the buffer's features that holds those of the position before it; -1 where there are
+    none (any more). Empty where the draft reads no features."""
 
     def __post_init__(self) -> None:
         if self.start < 0 or self.k < 0 or not 0 <= self.stream_key < 2**64:
@@ -100,6 +128,8 @@ class OrderRow:
             raise ValueError(f"order row {self.key}: top_k {self.top_k} or min_p {self.min_p} out of range")
         if self.options is not None and self.start > 0:
             raise ValueError(f"order row {self.key}: options are told with start 0, not {self.start}")
+        if self.feature_rows and len(self.feature_rows) != len(self.feed):
+            raise ValueError(f"order row {self.key}: {len(self.feature_rows)} feature rows for {len(self.feed)} tokens")
 
 
 def encode_options(options: TokenOptions | None) -> bytes:
