@@ -1,8 +1,9 @@
 """How likely the next drafted token of a request is to stand: per request and per position, with little evidence.
 
-Owns the counts. Two levels: what holds at each position over all requests of this engine, and how much better or worse
-one request does than that. Both are decayed counts with a prior worth a few observations (a Beta prior's mean and
-strength). Positions behind a rejection were never reached and count as nothing.
+Owns the counts. Three levels: what the whole app has seen of this kind of request (priors, from the plan), what this
+engine has seen of it at each position, and how much better or worse one request does than that. Counts are decayed;
+the level above is worth a few observations of the level below (a Beta prior's mean and strength). Positions behind a
+rejection, and those the draft stopped before, were never reached and count as nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from engine.plan import Prior
+from engine.request import WORKLOADS, WorkloadClass
 from engine.step import RowOutcome
 
 PRIOR_STRENGTH = 8.0
@@ -24,14 +27,19 @@ POSITION_DECAY = 0.999
 REQUEST_DECAY = 0.97
 """Per drafting step of that request; remembers about thirty."""
 LOWEST, HIGHEST = 0.01, 0.99
+_INDEX = {workload: index for index, workload in enumerate(WORKLOADS)}
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(slots=True)
 class _Record:
-    """Decayed sums of one request."""
+    """Decayed sums of one request, and what follows from them."""
 
     accepted: float = 0.0
     expected: float = 0.0
+    skill: float = 1.0
+    """Acceptance over what an average request of its kind would have had."""
 
 
 class Acceptance:
@@ -43,9 +51,11 @@ class Acceptance:
     """
 
     def __init__(self, max_k: int, prior: Sequence[float]) -> None:
-        means = [prior[min(j, len(prior) - 1)] for j in range(max_k)]
-        self._reached = np.full(max_k, PRIOR_STRENGTH)
-        self._accepted = np.array(means) * PRIOR_STRENGTH
+        self._default = np.array([prior[min(j, len(prior) - 1)] for j in range(max_k)])
+        self._prior = np.tile(self._default, (len(WORKLOADS), 1))  # [workloads, max_k]
+        self._reached = np.zeros((len(WORKLOADS), max_k))
+        self._accepted = np.zeros((len(WORKLOADS), max_k))
+        self._rates = self._prior.copy()
         self._records: dict[int, _Record] = {}
 
     @property
@@ -53,38 +63,67 @@ class Acceptance:
         """Requests something is remembered of."""
         return len(self._records)
 
-    def by_position(self) -> npt.NDArray[np.float64]:
-        """[max_k] over all requests: probability of acceptance, given that the position is reached."""
-        rates: npt.NDArray[np.float64] = self._accepted / self._reached
+    def by_position(self, workload: WorkloadClass = "greedy") -> Floats:
+        """[max_k] over all requests of a kind: probability of acceptance, given that the position is reached."""
+        rates: Floats = self._rates[_INDEX[workload]].copy()
         return rates
 
-    def survival(self, keys: Sequence[int]) -> npt.NDArray[np.float64]:
-        """[len(keys), max_k] probability that a request's draft stands up to and including each position."""
-        skill = np.array([self._skill(key) for key in keys])
-        rates = np.clip(skill[:, None] * self.by_position()[None, :], LOWEST, HIGHEST)
-        survival: npt.NDArray[np.float64] = np.multiply.accumulate(rates, axis=1)
-        return survival
+    def survival(self, keys: Sequence[int], workloads: Sequence[WorkloadClass] | None = None) -> Floats:
+        """[len(keys), max_k] probability that a request's draft stands up to and including each position.
+
+        Args:
+            workloads: of each request; all greedy when left out.
+        """
+        kinds = np.array([_INDEX[workload] for workload in workloads or ["greedy"] * len(keys)])
+        return self.survival_of(keys, kinds, self._rates.shape[1])
+
+    def survival_of(self, keys: Sequence[int], kinds: npt.NDArray[np.int64], width: int) -> Floats:
+        """[len(keys), width] as `survival`, for kinds that are looked up already (`kind_of`)."""
+        records = self._records
+        skills = [record.skill if (record := records.get(key)) is not None else 1.0 for key in keys]
+        rates = self._rates[kinds, :width]
+        rates *= np.array(skills)[:, None]
+        np.minimum(rates, HIGHEST, out=rates)
+        np.maximum(rates, LOWEST, out=rates)
+        return np.multiply.accumulate(rates, axis=1, out=rates)
 
     def observe(self, outcomes: Sequence[RowOutcome]) -> None:
         """Learn from what the verifier said of each drafted row."""
-        rates = self.by_position()
+        touched = set()
         for outcome in outcomes:
             reached = min(outcome.num_accepted + 1, outcome.num_drafted)
             if reached == 0:
                 continue
+            kind = _INDEX[outcome.workload]
+            touched.add(kind)
             record = self._records.setdefault(outcome.key, _Record())
             record.accepted = REQUEST_DECAY * record.accepted + outcome.num_accepted
-            record.expected = REQUEST_DECAY * record.expected + float(rates[:reached].sum())
-            self._reached[:reached] = POSITION_DECAY * self._reached[:reached] + 1.0
-            self._accepted[:reached] *= POSITION_DECAY
-            self._accepted[: outcome.num_accepted] += 1.0
+            record.expected = REQUEST_DECAY * record.expected + float(self._rates[kind, :reached].sum())
+            record.skill = (REQUEST_STRENGTH + record.accepted) / (REQUEST_STRENGTH + record.expected)
+            self._reached[kind, :reached] = POSITION_DECAY * self._reached[kind, :reached] + 1.0
+            self._accepted[kind, :reached] *= POSITION_DECAY
+            self._accepted[kind, : outcome.num_accepted] += 1.0
+        for kind in touched:
+            self._update(kind)
+
+    def believe(self, priors: Sequence[Prior]) -> None:
+        """Start from these where nothing, or little, was seen here."""
+        for prior in priors:
+            kind, width = _INDEX[prior.workload], min(len(prior.rates), len(self._default))
+            weights = np.minimum(np.array(prior.weights[:width]), PRIOR_STRENGTH) / PRIOR_STRENGTH
+            means = weights * np.array(prior.rates[:width]) + (1 - weights) * self._default[:width]
+            self._prior[kind, :width] = means
+            self._update(kind)
 
     def forget(self, keys: Sequence[int]) -> None:
         for key in keys:
             self._records.pop(key, None)
 
-    def _skill(self, key: int) -> float:
-        record = self._records.get(key)
-        if record is None:
-            return 1.0
-        return (REQUEST_STRENGTH + record.accepted) / (REQUEST_STRENGTH + record.expected)
+    def _update(self, kind: int) -> None:
+        believed = self._accepted[kind] + PRIOR_STRENGTH * self._prior[kind]
+        self._rates[kind] = believed / (self._reached[kind] + PRIOR_STRENGTH)
+
+
+def kind_of(workload: WorkloadClass) -> int:
+    """Row of a kind of request in `Acceptance`."""
+    return _INDEX[workload]

@@ -60,19 +60,26 @@ def allocate(
         All zeros when drafting does not pay.
     """
     batch = len(survival)
-    best, best_depth, best_n, best_order = batch / base_s, 0, -1, None
+    best, best_n, best_order = batch / base_s, -1, None
     tokens = float(batch)
-    for depth in depths:
-        flat = survival[:, :depth].ravel()
-        order = flat.argsort()[::-1]
+    candidates = sorted(depths, reverse=True)
+    # Sorted once for the deepest candidate; a shallower one leaves out what lies behind its depth.
+    deepest = candidates[0]
+    flat = survival[:, :deepest].ravel()
+    order = flat.argsort()[::-1]
+    columns = order % deepest
+    for depth in candidates:
+        if depth < deepest:
+            inside = columns < depth
+            order, columns = order[inside], columns[inside]
         expected = flat[order].cumsum()
         expected += batch
-        ratio = expected / (added_s[1 : len(flat) + 1] + (base_s + fixed_s + depth * pass_s))
+        ratio = expected / (added_s[1 : len(order) + 1] + (base_s + fixed_s + depth * pass_s))
         n = int(ratio.argmax())
         if ratio[n] > best:
-            best, best_depth, best_n, best_order = float(ratio[n]), depth, n, order
+            best, best_n, best_order = float(ratio[n]), n, order
             tokens = float(expected[n])
     if best_order is None:
         return Allocation(np.zeros(batch, dtype=np.int64), tokens, base_s)
-    ks = np.bincount(best_order[: best_n + 1] // best_depth, minlength=batch)
+    ks = np.bincount(best_order[: best_n + 1] // deepest, minlength=batch)
     return Allocation(ks, tokens, tokens / best)

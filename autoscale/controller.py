@@ -1,19 +1,25 @@
 """The controller: hears from every engine of an app, and publishes the plan they all follow.
 
-Owns the plan and what each engine last reported. A plain class; `deployments` makes it a named actor. It holds nothing
-that cannot be lost: engines keep the last plan when it dies, and tell a new one everything with their next report.
+Owns the plan, what each engine last reported, and what they all have learnt of their drafts. A plain class;
+`deployments` makes it a named actor. It holds nothing that cannot be lost: engines keep the last plan, with its priors,
+when it dies, and tell a new one everything with their next report.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, replace
 from typing import Any
 
 from autoscale.history import History, HistoryView
 from autoscale.observation import Observation
+from autoscale.priors import PriorPool
 from engine.config import PolicyName, SpeculativeConfig
 from engine.plan import Plan
+
+PRIORS_PERIOD_S = 1.0
+"""How often new priors go out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,8 @@ class Controller:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
+        self._pool = PriorPool()
+        self._pooled_s = -math.inf
         self._reports: dict[str, EngineReport] = {}
         self._history = History()
 
@@ -51,9 +59,19 @@ class Controller:
         """
         self._reports[engine_id] = EngineReport(observation, time.monotonic())
         if plan is not None and plan.version > self._plan.version:
-            self._plan = plan
+            self._plan = replace(plan, priors=self._plan.priors)
+        self._learn(observation, plan)
         self._history.add(engine_id, observation, self._plan, time.time())
         return self._plan
+
+    def _learn(self, observation: Observation, plan: Plan | None) -> None:
+        if self._pool.is_empty and plan is not None:
+            self._pool.adopt(plan.priors)
+        self._pool.add(observation.by_kind)
+        now_s = time.monotonic()
+        if now_s - self._pooled_s >= PRIORS_PERIOD_S:
+            self._pooled_s = now_s
+            self._plan = replace(self._plan, priors=self._pool.priors())
 
     def override(
         self,

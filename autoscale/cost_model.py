@@ -1,15 +1,18 @@
 """What a step costs, as a function of what it computes: measured at start, refined by every step, monotone always.
 
-    t_step = t_verify(rows, context) + t_draft(batch, depth, feed) + overhead
+    t_step = pace * (t_verify(rows, context) + t_draft(batch, depth, feed)) + overhead
 
 Owns the curves and how they learn. Seconds in, seconds out; no torch, no clock, no knowledge of requests.
 A curve is a value per knot with straight lines between; learning moves the knots next to an observation and then
-restores the order, so that a longer job is never predicted to be cheaper. Residuals are clipped at a multiple of their
-own usual size, so that one hiccup of the machine moves nothing far.
+restores the order, so that a longer job is never predicted to be cheaper. `pace` follows what makes all jobs slower or
+faster at once (a busy neighbour, a new kernel), or else what is computed often would look dear beside what was timed
+long ago. Residuals are clipped at a multiple of their own usual size, so that one hiccup of the machine moves nothing
+far.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
@@ -28,6 +31,10 @@ TRUST = 20.0
 """Observations that a measured value is worth."""
 MAX_CONTEXT_RATE = 1e-4
 """Seconds per cached token; far above any machine, a guard against a runaway slope."""
+FADE = 0.998
+"""Per observation: what was not seen for long is trusted less, and learns faster when it is seen again."""
+PACE_RATE, PACE_STEP = 0.1, 0.5
+"""Share of a step's deviation that `pace` follows, and the largest deviation (in log) that it believes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,7 @@ class Curve:
 
     def learn(self, x: float, residual: float, rate: float) -> None:
         """Move the curve at x by about rate * residual, and its neighbours with it where order asks for it."""
+        self._fade()
         low, share = self._place(x)
         share = min(1.0, max(0.0, share))
         weight = (1 - share) ** 2 + share**2
@@ -95,6 +103,14 @@ class Curve:
             self._values[index] = max(self._values[index], self._values[index - 1])
         for index in range(anchor - 1, -1, -1):
             self._values[index] = min(self._values[index], self._values[index + 1])
+
+    def trust(self, x: float) -> float:
+        """Observations that the curve rests on at x, faded."""
+        low, _ = self._place(x)
+        return min(self._seen[low], self._seen[low + 1])
+
+    def _fade(self) -> None:
+        self._seen = [FADE * seen for seen in self._seen]
 
     def _place(self, x: float) -> tuple[int, float]:
         low = min(max(bisect_right(self._knots, x) - 1, 0), len(self._knots) - 2)
@@ -118,6 +134,7 @@ class CostModel:
         self._handoff_s = table.handoff_s
         self._overhead_s = table.overhead_s
         self._rate = rate
+        self._pace = 1.0
         self._usual: dict[str, float] = {}
         self._errors: deque[float] = deque(maxlen=512)
         self.predicted_s = 0.0
@@ -125,19 +142,21 @@ class CostModel:
 
     def verify_s(self, rows: float, context: float) -> float:
         """Target forward over `rows` rows with `context` cached tokens in all."""
-        return self._verify.at(rows) + self._context_s * context
+        return self._pace * (self._verify.at(rows) + self._context_s * context)
 
     def added_rows_s(self, rows: int, count: int) -> npt.NDArray[np.float64]:
         """[count + 1] what n more rows than `rows` cost, seconds, from n = 0 on."""
-        return self._verify.added(rows, count)
+        added = self._verify.added(rows, count)
+        added *= self._pace
+        return added
 
     def pass_s(self, batch: float) -> float:
         """One draft pass over `batch` sequences."""
-        return self._pass.at(batch)
+        return self._pace * self._pass.at(batch)
 
     def draft_s(self, batch: float, depth: float, feed: float = 0.0) -> float:
         """All of drafting: `depth` passes, `feed` committed tokens to read first, and the way there and back."""
-        return self._handoff_s + depth * self._pass.at(batch) + feed * self._feed_s
+        return self._handoff_s + depth * self.pass_s(batch) + feed * self.feed_s
 
     @property
     def overhead_s(self) -> float:
@@ -149,7 +168,8 @@ class CostModel:
 
     @property
     def feed_s(self) -> float:
-        return self._feed_s
+        """One committed token that the draft has to read."""
+        return self._pace * self._feed_s
 
     def step_s(self, rows: float, context: float, batch: float = 0.0, depth: float = 0.0, feed: float = 0.0) -> float:
         """A whole step; no draft when `depth` is 0."""
@@ -163,12 +183,7 @@ class CostModel:
         self.predicted_s = predicted
         if stats.step_s > 0:
             self._errors.append(abs(predicted - stats.step_s) / stats.step_s)
-        residual = self._clipped("verify", stats.verify_s - self.verify_s(stats.num_rows, stats.context_len))
-        # Most of a residual is the rows'; the share that grows with context goes to the context's own rate.
-        if stats.context_len > 0:
-            change = 0.2 * self._rate * residual / stats.context_len
-            self._context_s = min(MAX_CONTEXT_RATE, max(0.0, self._context_s + change))
-        self._verify.learn(stats.num_rows, residual, self._rate)
+        self._learn_verify(stats)
         if depth > 0 or stats.num_fed > 0:
             self._learn_draft(stats, depth, batch)
         rest = stats.step_s - stats.verify_s - stats.draft_s - stats.handoff_s
@@ -185,28 +200,44 @@ class CostModel:
         """Start again from these numbers: something was measured outside the steps."""
         self._verify = Curve(ROW_KNOTS, table.verify_s)
         self._pass = Curve(BATCH_KNOTS, table.pass_s)
+        self._pace = 1.0
         self._context_s, self._feed_s = table.context_s, table.feed_s
         self._handoff_s, self._overhead_s = table.handoff_s, table.overhead_s
 
     def table(self) -> CostTable:
         """The numbers as they are now."""
+        pace = self._pace
         return CostTable(
-            self._verify.values,
-            self._pass.values,
-            self._context_s,
-            self._feed_s,
+            tuple(pace * value for value in self._verify.values),
+            tuple(pace * value for value in self._pass.values),
+            pace * self._context_s,
+            pace * self._feed_s,
             self._handoff_s,
             self._overhead_s,
         )
 
+    def _learn_verify(self, stats: StepStats) -> None:
+        expected = self.verify_s(stats.num_rows, stats.context_len)
+        seen_s = expected + self._clipped("verify", stats.verify_s - expected)
+        if expected > 0 and seen_s > 0:
+            deviation = max(-PACE_STEP, min(PACE_STEP, math.log(seen_s / expected)))
+            trust = self._verify.trust(stats.num_rows)
+            self._pace *= math.exp(PACE_RATE * deviation * trust / (TRUST / 4 + trust))
+        residual = (seen_s - self.verify_s(stats.num_rows, stats.context_len)) / self._pace
+        # Most of a residual is the rows'; the share that grows with context goes to the context's own rate.
+        if stats.context_len > 0:
+            change = 0.2 * self._rate * residual / stats.context_len
+            self._context_s = min(MAX_CONTEXT_RATE, max(0.0, self._context_s + change))
+        self._verify.learn(stats.num_rows, residual, self._rate)
+
     def _learn_draft(self, stats: StepStats, depth: int, batch: int) -> None:
-        expected = depth * self._pass.at(batch) + stats.num_fed * self._feed_s
+        expected = depth * self.pass_s(batch) + stats.num_fed * self.feed_s
         residual = self._clipped("draft", stats.draft_s - expected)
         # The first pass also reads what was fed; a feed much longer than the batch says more of the feed's rate.
         if depth == 0 or stats.num_fed > 8 * batch:
-            self._feed_s = max(0.0, self._feed_s + self._rate * residual / max(1, stats.num_fed))
+            self._feed_s = max(0.0, self._feed_s + self._rate * residual / self._pace / max(1, stats.num_fed))
         else:
-            self._pass.learn(batch, residual / depth, self._rate)
+            self._pass.learn(batch, residual / self._pace / depth, self._rate)
         handoff = self._clipped("handoff", stats.handoff_s - self._handoff_s)
         self._handoff_s = max(0.0, self._handoff_s + self._rate * handoff)
 

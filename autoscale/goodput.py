@@ -6,15 +6,18 @@ was told of. No torch, no Ray.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from autoscale.acceptance import Acceptance
+from autoscale.acceptance import Acceptance, kind_of
 from autoscale.allocation import Allocation, allocate
 from autoscale.cost_model import BATCH_KNOTS, ROW_KNOTS, TRUST, CostModel, CostTable
 from autoscale.toggle import Toggle, ToggleParams
-from engine.plan import Choice, Plan
+from engine.config import MAX_K
+from engine.plan import Choice, Plan, Prior
 from engine.request import Request
 from engine.step import StepStats
 
@@ -22,10 +25,26 @@ PROBE_REQUESTS = 2
 PROBE_K = 2
 CATCH_UP_STEPS = 64
 """Steps over which the price of letting the draft read what it missed is spread."""
-LOOK_AROUND_STEPS = 16
+LOOK_AROUND_STEPS = 32
 DEFAULT_TOGGLE = ToggleParams()
 GOOD_DRAFT = 0.9
 """Acceptance at which a load that drafts could pay for would show it."""
+
+
+_OFF = Choice(0, "off")
+_NOT_BELIEVED, _TOO_MANY, _LOOK = Choice(0, "acceptance"), Choice(0, "batch"), Choice(0, "probe")
+_CHOICES = (_NOT_BELIEVED, *(Choice(k, "plan") for k in range(1, MAX_K + 1)))
+
+
+@dataclass(frozen=True, slots=True)
+class _BatchFacts:
+    """What changes slowly about a batch."""
+
+    keys: Sequence[int]
+    kinds: npt.NDArray[np.int64]
+    """[B] rows in `Acceptance`."""
+    beyond: npt.NDArray[np.bool_] | None
+    """[B, max_k] positions that a request may not get; None when all may get all."""
 
 
 class Goodput:
@@ -35,18 +54,29 @@ class Goodput:
         cost: of this engine's steps.
         acceptance: of this engine's draft.
         max_k: bound under every plan.
+        method: of drafting; priors of another one are left alone.
     """
 
     def __init__(
-        self, cost: CostModel, acceptance: Acceptance, *, max_k: int, toggle: ToggleParams = DEFAULT_TOGGLE
+        self,
+        cost: CostModel,
+        acceptance: Acceptance,
+        *,
+        max_k: int,
+        method: str = "",
+        toggle: ToggleParams = DEFAULT_TOGGLE,
     ) -> None:
         self.cost = cost
         self.acceptance = acceptance
         self.toggle = Toggle(toggle)
         self._max_k = max_k
+        self._method = method
         self._now_s = 0.0
-        self._batch = self._num_choices = 0
+        self._num_choices = 0
         self._depth = 1
+        self._batch = _BatchFacts((), np.zeros(0, dtype=np.int64), None)
+        self._missed = 0.0
+        self._priors: tuple[Prior, ...] = ()
         self._known: dict[int, int] = {}  # request key -> tokens the draft has read
         self._optimist = GOOD_DRAFT ** np.arange(1, max_k + 1)
         self.predicted: Allocation | None = None
@@ -60,21 +90,26 @@ class Goodput:
     def choose(self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
         width = min(plan.max_k, self._max_k)
         if not decodes or width == 0:
-            return [Choice(0, "off")] * len(decodes)
+            return [_OFF] * len(decodes)
+        if plan.priors is not self._priors:
+            self._priors = plan.priors
+            self.acceptance.believe([prior for prior in plan.priors if prior.method == self._method])
         best, plain_s = self._best(decodes, width, num_prefill_rows)
         gain = best.goodput * plain_s / len(decodes)
-        worth_probing = self._could_pay(len(decodes), plain_s, num_prefill_rows)
+        worth_probing = self.toggle.is_on or self._could_pay(len(decodes), plain_s, num_prefill_rows)
         mode = self.toggle.decide(gain, self._now_s, worth_probing=worth_probing)
-        self.predicted = best if mode == "on" else Allocation(best.ks * 0, float(len(decodes)), plain_s)
         if mode == "on":
-            return [Choice(k, "plan" if k else "acceptance") for k in best.ks.tolist()]
-        idle = Choice(0, "acceptance" if worth_probing else "batch")
-        choices = [idle] * len(decodes)
+            self.predicted = best
+            return [_CHOICES[k] for k in best.ks.tolist()]
+        self.predicted = Allocation(best.ks * 0, float(len(decodes)), plain_s)
+        choices = [_NOT_BELIEVED if worth_probing else _TOO_MANY] * len(decodes)
         if mode == "probe":
             willing = [i for i, r in enumerate(decodes) if r.submit.speculative.enabled]
             asked = willing[: max(PROBE_REQUESTS, len(willing) // 8)]
             for index in asked:
                 choices[index] = Choice(min(PROBE_K, width), "probe")
+        elif mode == "look":
+            choices = [_LOOK] * len(decodes)
         return choices
 
     def observe(self, stats: StepStats) -> None:
@@ -91,33 +126,48 @@ class Goodput:
 
     def _best(self, decodes: Sequence[Request], width: int, num_prefill_rows: int) -> tuple[Allocation, float]:
         """The best allocation, and the duration of the step without drafts."""
-        rows = len(decodes) + num_prefill_rows
-        context = sum(request.num_computed for request in decodes)
-        survival = self.acceptance.survival([request.key for request in decodes])[:, :width]
-        caps = np.array([_cap(request, width) for request in decodes])
-        if caps.min() < width:
-            survival[np.arange(width)[None, :] >= caps[:, None]] = 0.0
+        keys = [request.key for request in decodes]
+        depths = self._depths(keys, decodes, width)
+        batch, facts = len(keys), self._batch
+        rows = batch + num_prefill_rows
+        context = sum([request.num_computed for request in decodes])
+        deepest = max(depths)
+        survival = self.acceptance.survival_of(keys, facts.kinds, deepest)
+        if facts.beyond is not None:
+            survival[facts.beyond[:, :deepest]] = 0.0
         plain_s = self.cost.step_s(rows, context)
-        missed = sum(len(r.tokens) - self._known.get(r.key, 0) for r in decodes) - len(decodes)
-        fixed_s = self.cost.handoff_s + self.cost.feed_s * max(0, missed) / CATCH_UP_STEPS
         best = allocate(
             survival,
             base_s=plain_s,
-            fixed_s=fixed_s,
-            pass_s=self.cost.pass_s(len(decodes)),
+            fixed_s=self.cost.handoff_s + self.cost.feed_s * self._missed / CATCH_UP_STEPS,
+            pass_s=self.cost.pass_s(batch),
             added_s=self.cost.added_rows_s(rows, survival.size),
-            depths=self._depths(len(decodes), width),
+            depths=depths,
         )
         self._depth = max(1, best.depth)
         return best, plain_s
 
-    def _depths(self, batch: int, width: int) -> Iterable[int]:
-        """Around the depth chosen last; all of them when the batch has changed, and now and then."""
+    def _depths(self, keys: list[int], decodes: Sequence[Request], width: int) -> range:
+        """The depth chosen last and a neighbour, in turns; all of them when the batch has changed, and now and then.
+
+        The latter is also when slow facts are looked up again: kinds, caps, and what the draft has not read.
+        """
         self._num_choices += 1
-        if batch != self._batch or self._num_choices % LOOK_AROUND_STEPS == 0:
-            self._batch = batch
-            return range(1, width + 1)
-        return range(max(1, self._depth - 1), min(width, self._depth + 1) + 1)
+        if keys == self._batch.keys and self._num_choices % LOOK_AROUND_STEPS:
+            depth = min(width, self._depth)
+            return (
+                range(max(1, depth - 1), depth + 1)
+                if self._num_choices % 2
+                else range(depth, min(width, depth + 1) + 1)
+            )
+        kinds = np.array([kind_of(request.submit.sampling.workload) for request in decodes])
+        caps = np.array([_cap(request, self._max_k) for request in decodes])
+        beyond = np.arange(self._max_k)[None, :] >= caps[:, None]
+        self._batch = _BatchFacts(keys, kinds, beyond if beyond.any() else None)
+        known = self._known
+        missed = sum([len(request.tokens) - known.get(request.key, 0) for request in decodes]) - len(keys)
+        self._missed = float(max(0, missed))
+        return range(1, width + 1)
 
     def _could_pay(self, batch: int, plain_s: float, num_prefill_rows: int) -> bool:
         """Whether one more drafted token each would pay if the draft were good."""
@@ -156,4 +206,4 @@ def make_goodput(method: str, max_k: int, table: CostTable = UNMEASURED) -> Good
         table: costs measured at start.
     """
     trust = 0.0 if table is UNMEASURED else TRUST
-    return Goodput(CostModel(table, trust=trust), Acceptance(max_k, PRIORS[method]), max_k=max_k)
+    return Goodput(CostModel(table, trust=trust), Acceptance(max_k, PRIORS[method]), max_k=max_k, method=method)

@@ -7,7 +7,7 @@ formed where they are shown. Its clock is the caller's.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoscale.observation import Observation, combine
 from engine.plan import Plan
@@ -68,6 +68,7 @@ class History:
             self._changes.append(PlanChange(now_s, plan))
         if observation.num_steps == 0:
             return
+        observation = replace(observation, by_kind={})  # the pool of priors keeps these
         second = int(now_s)
         if self._seconds and self._seconds[-1].time_s >= second:
             last = self._seconds.pop()

@@ -9,7 +9,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
-from engine.step import StepStats
+from autoscale.priors import Counts, Kind
+from engine.config import Method
+from engine.step import RowOutcome, StepStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,8 @@ class Observation:
     step_s: float = 0.0
     plain_s: float = 0.0
     """Predicted seconds of the same steps without drafts; each would have emitted a token per sampling span."""
+    by_kind: dict[Kind, Counts] = field(default_factory=dict)
+    """Positions reached and accepted."""
 
 
 class Aggregator:
@@ -42,11 +46,13 @@ class Aggregator:
 
     Args:
         plain_s: predicts how long a step would have taken without drafts, seconds.
+        method: of drafting.
     """
 
-    def __init__(self, plain_s: Callable[[StepStats], float] | None = None) -> None:
+    def __init__(self, plain_s: Callable[[StepStats], float] | None = None, method: Method = "none") -> None:
         self._stats: deque[tuple[StepStats, float]] = deque()
         self._plain_s = plain_s
+        self._method = method
 
     def add(self, stats: StepStats) -> None:
         self._stats.append((stats, self._plain_s(stats) if self._plain_s is not None else 0.0))
@@ -58,26 +64,31 @@ class Aggregator:
             stats, seconds = self._stats.popleft()
             taken.append(stats)
             plain_s += seconds
-        return replace(summarise(taken), plain_s=plain_s)
+        outcomes = [outcome for stats in taken for outcome in stats.outcomes]
+        return replace(summarise(taken), plain_s=plain_s, by_kind=_by_kind(outcomes, self._method))
 
 
 _SUMS = tuple(
     field.name
     for field in fields(Observation)
-    if field.name not in ("num_waiting", "accepted_by_position", "drafted_by_position", "k_by_reason")
+    if field.name not in ("num_waiting", "accepted_by_position", "drafted_by_position", "k_by_reason", "by_kind")
 )
 
 
 def combine(observations: Sequence[Observation]) -> Observation:
     """Add up observations, of one engine in order or of several; at least one."""
     reasons: Counter[str] = Counter()
+    by_kind: dict[Kind, Counts] = {}
     for observation in observations:
         reasons.update(observation.k_by_reason)
+        for kind, counts in observation.by_kind.items():
+            by_kind[kind] = by_kind.get(kind, Counts()) + counts
     return Observation(
         num_waiting=observations[-1].num_waiting,
         accepted_by_position=_add_positions([o.accepted_by_position for o in observations]),
         drafted_by_position=_add_positions([o.drafted_by_position for o in observations]),
         k_by_reason=dict(reasons),
+        by_kind=by_kind,
         **{name: sum(getattr(o, name) for o in observations) for name in _SUMS},
     )
 
@@ -110,3 +121,20 @@ def summarise(stats: list[StepStats]) -> Observation:
 def _add_positions(rows: list[tuple[int, ...]]) -> tuple[int, ...]:
     width = max((len(row) for row in rows), default=0)
     return tuple(sum(row[i] for row in rows if i < len(row)) for i in range(width))
+
+
+def _by_kind(outcomes: Sequence[RowOutcome], method: Method) -> dict[Kind, Counts]:
+    lengths: dict[Kind, Counter[tuple[int, int]]] = {}
+    for outcome in outcomes:
+        reached = min(outcome.num_accepted + 1, outcome.num_drafted)
+        seen = lengths.setdefault(Kind(method, outcome.workload), Counter())
+        seen[reached, outcome.num_accepted] += 1
+    return {kind: _counts(seen) for kind, seen in lengths.items()}
+
+
+def _counts(seen: Counter[tuple[int, int]]) -> Counts:
+    width = max(reached for reached, _ in seen)
+    return Counts(
+        tuple(sum(n for (reached, _), n in seen.items() if reached > position) for position in range(width)),
+        tuple(sum(n for (_, accepted), n in seen.items() if accepted > position) for position in range(width)),
+    )

@@ -129,13 +129,27 @@ class Simulation:
         workload: of every stream.
         streams: number of streams as a function of the time in seconds.
         seed: of everything random.
+        noise: relative standard deviation of a step's duration.
+        slowdown: what neighbours do to every duration, a factor over the time in seconds.
     """
 
-    def __init__(self, table: CostTable, workload: Workload, streams: Callable[[float], int], *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        table: CostTable,
+        workload: Workload,
+        streams: Callable[[float], int],
+        *,
+        seed: int = 0,
+        noise: float = NOISE,
+        slowdown: Callable[[float], float] = lambda _: 1.0,
+    ) -> None:
         self._cost = CostModel(table)
         self._workload = workload
         self._streams = streams
         self._seed = seed
+        self._noise = noise
+        self._slowdown = slowdown
+        self._factor = 1.0
         self._read: dict[int, int] = {}  # request key -> tokens the draft has read
 
     def run(self, pacer: Pacer, plan: Plan, duration_s: float) -> Outcome:
@@ -151,6 +165,7 @@ class Simulation:
             if isinstance(pacer, Oracle):
                 choices = pacer.with_truth(plan, live, truth)
             step_id += 1
+            self._factor = self._slowdown(now_s)
             stats = self._step(step_id, live, truth, choices, rng)
             pacer.observe(stats)
             now_s += stats.step_s
@@ -205,7 +220,8 @@ class Simulation:
             emitted += accepted + 1
             reasons[choice.reason] = reasons.get(choice.reason, 0) + 1
             if k > 0:
-                outcomes.append(RowOutcome(request.key, k, accepted, len(request.tokens)))
+                counts = (k, accepted, len(request.tokens))
+                outcomes.append(RowOutcome(request.key, *counts, request.submit.sampling.workload))
             if request.num_generated >= request.submit.sampling.max_tokens:
                 request.finish_reason = "length"
         return self._stats(step_id, live, outcomes, emitted, context, fed, reasons, rng)
@@ -221,7 +237,7 @@ class Simulation:
         reasons: dict[str, int],
         rng: np.random.Generator,
     ) -> StepStats:
-        noise = float(np.exp(rng.normal(0.0, NOISE)))
+        noise = self._factor * float(np.exp(rng.normal(0.0, self._noise)))
         rows = len(live) + sum(outcome.num_drafted for outcome in outcomes)
         depth = max((outcome.num_drafted for outcome in outcomes), default=0)
         verify_s = self._cost.verify_s(rows, context) * noise

@@ -8,6 +8,7 @@ hour takes a second.
     on   --gain <= off_gain for dwell_s-->  off
     off  --gain >= on_gain  for dwell_s-->  on
     off  --every probe_s, doubling-->       probe for some steps, so that acceptance is not judged by old evidence
+    on   --every look_s-->                  look for some steps what a step without drafts costs now
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Mode = Literal["on", "off", "probe"]
+Mode = Literal["on", "off", "probe", "look"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,9 @@ class ToggleParams:
     longest_probe_s: float = 30.0
     probe_steps: int = 6
     """Drafting steps of one probe."""
+    look_s: float = 10.0
+    look_steps: int = 3
+    """Steps without drafts of one look."""
 
 
 class Toggle:
@@ -42,6 +46,8 @@ class Toggle:
         self._probe_s = params.first_probe_s
         self._next_probe_s = 0.0
         self._probe_left = 0
+        self._next_look_s = params.look_s
+        self._look_left = 0
         self.num_switches = 0
         self.num_probes = 0
 
@@ -66,7 +72,7 @@ class Toggle:
         if self._since_s is not None and now_s - self._since_s >= params.dwell_s:
             self._switch(now_s)
         if self._is_on:
-            return "on"
+            return self._look(now_s)
         if self._probe_left > 0:
             return "probe"
         if worth_probing and now_s >= self._next_probe_s:
@@ -84,6 +90,15 @@ class Toggle:
             self._probe_s = min(2 * self._probe_s, self._params.longest_probe_s)
             self._next_probe_s = now_s + self._probe_s
 
+    def _look(self, now_s: float) -> Mode:
+        if now_s >= self._next_look_s:
+            self._next_look_s = now_s + self._params.look_s
+            self._look_left = self._params.look_steps
+        if self._look_left > 0:
+            self._look_left -= 1
+            return "look"
+        return "on"
+
     def _switch(self, now_s: float) -> None:
         self._is_on = not self._is_on
         self._since_s = None
@@ -93,3 +108,5 @@ class Toggle:
             self._next_probe_s = now_s + self._probe_s
         else:
             self._probe_s = self._params.first_probe_s
+            self._next_look_s = now_s + self._params.look_s
+            self._look_left = 0

@@ -7,12 +7,24 @@ The plan is data that changes a few times a second; the pacer is code that runs 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.config import PolicyName
-from engine.request import Request
+from engine.config import Method, PolicyName
+from engine.request import Request, WorkloadClass
 from engine.step import KReason, StepStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prior:
+    """What all engines of an app have seen of one kind of drafts: where a new request's estimate starts."""
+
+    method: Method
+    workload: WorkloadClass
+    rates: tuple[float, ...]
+    """By position: probability of acceptance, given that the position is reached."""
+    weights: tuple[float, ...]
+    """By position: observations that the rate stands for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +39,8 @@ class Plan:
     """Policy `threshold`: no drafting at this many decoding requests or more."""
     enabled: bool = True
     """False: no drafting under any policy."""
+    priors: tuple[Prior, ...] = field(default=(), compare=False)
+    """Knowledge, not command: it changes all the time and makes no other plan, nor another version."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from engine.request import EmittedKind, Request, TokenLogprobs
+from engine.request import EmittedKind, Request, TokenLogprobs, WorkloadClass
 
 if TYPE_CHECKING:  # only a type here, so that `autoscale` and the simulator do without it
     import torch
@@ -144,6 +144,7 @@ class RowOutcome:
     num_accepted: int
     num_tokens: int
     """Committed tokens of the request after the step."""
+    workload: WorkloadClass = "greedy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,8 @@ def step_stats(
             k_by_reason[drafted.reason] = k_by_reason.get(drafted.reason, 0) + 1
         request = span.request
         if drafted.token_ids:
-            outcomes.append(RowOutcome(request.key, len(drafted.token_ids), row.num_accepted, len(request.tokens)))
+            counts = (len(drafted.token_ids), row.num_accepted, len(request.tokens))
+            outcomes.append(RowOutcome(request.key, *counts, request.submit.sampling.workload))
         if request.finish_reason is not None and request.num_draft_steps:
             accepted_means.append(request.num_accepted / request.num_draft_steps)
     return StepStats(
