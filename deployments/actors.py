@@ -82,6 +82,10 @@ class ShardActor(ProcessMixin, TargetShard):
 
         return self.listen(PolicyPacer(self._goodput), lambda: slot.current, observe)
 
+    def heartbeat(self) -> int:
+        """Turns of the step loop so far; it turns without work too. Rank 0."""
+        return self.engine.num_turns if self.engine is not None else 0
+
     def metrics(self) -> Readings:
         """What was counted in this process so far. Rank 0, after `lead`."""
         ledger = Ledger()

@@ -12,12 +12,16 @@ from typing import Literal, Protocol
 
 from engine.request import Delta, Submit
 
-HealthStatus = Literal["ok", "starting", "degraded", "dead"]
+HealthStatus = Literal["ok", "starting", "degraded", "restarting", "dead"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """How the engine is. `degraded` still serves (say, without its draft); `starting` and `dead` do not."""
+    """How the engine is.
+
+    `degraded` still serves (say, without its draft); `restarting` accepts requests, which wait until a new engine is
+    there; `starting` and `dead` do neither.
+    """
 
     status: HealthStatus
     reason: str = ""

@@ -1,7 +1,8 @@
-"""One engine as a group of actors: brings up shards, controller and draft in order, watches them, stops them.
+"""One engine as a group of actors: target shards, draft and controller, each replaced when it dies.
 
-Owns which actor runs where and what happens when one dies: a dead draft is replaced, a dead controller is made anew, a
-dead shard ends the group (`failure` says why, and the replica's health check fails). Lives in the replica's process.
+Owns what happens when one does: a dead draft or controller is made anew and nobody notices; dead shards are all
+replaced, with growing pauses while that keeps failing, and `health` says why; after too many failures in a row the
+group is dead, and Serve replaces the replica. `continuation` carries requests over. Lives in the replica's process.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +20,27 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from autoscale.controller import initial_plan
 from autoscale.history import HistoryView
-from deployments.actors import (
-    CONTROLLER_NAMESPACE,
-    ControllerActor,
-    ShardActor,
-    actor,
-    controller_name,
-    device_env,
-)
+from deployments.actors import CONTROLLER_NAMESPACE, ControllerActor, actor, controller_name, device_env
+from deployments.backoff import Backoff
 from deployments.draft_supervisor import DraftSupervisor
 from deployments.engine_client import Health
-from deployments.placement import draft_bundle, shard_bundle
+from deployments.placement import draft_bundle
 from deployments.settings import AppSettings
 from deployments.shard_client import ShardClient
-from engine.errors import EngineUnavailable, ShardDown
+from deployments.shard_group import ShardGroup
+from engine.errors import EngineError, EngineUnavailable
 from engine.ledger import Ledger, Readings, merge
 from engine.placement import threads_per_shard
 from engine.plan import Plan
-from engine.request import Delta, Submit
 from engine.target_shard import ShardReady
+from engine.wire import DraftStatus
 
 CONTROLLER_CHECK_PERIOD_S = 2.0
 CONTROLLER_TIMEOUT_S = 3.0
 METRICS_TIMEOUT_S = 1.0
 HISTORY_TIMEOUT_S = 3.0
+MAX_RESTARTS = 6
+"""Of the target in a row, each soon after the one before."""
 _log = logging.getLogger(__name__)
 
 
@@ -73,56 +70,48 @@ class EngineGroup:
         self._group = group
         self._engine_id = secrets.token_hex(8)
         self._node_id = ray.get_runtime_context().get_node_id()
-        self._shards: list[Any] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._client: ShardClient | None = None
+        self._target: ShardGroup | None = None
+        self._failed = asyncio.Event()  # the target that served has ended by itself
+        self._up = asyncio.Event()  # a target serves, or none ever will again
+        self._trouble = "loading the model"
+        self._is_dead = False
         self._draft: DraftSupervisor | None = None
-        self._failure: str | None = None
-        self._num_controllers = 1
+        self._draft_task: asyncio.Task[None] | None = None
+        self._num_restarts = {"draft": 0, "target": 0, "controller": 0}
         self._last_metrics = Readings()
         self.ready: ShardReady | None = None
 
     async def start(self) -> ShardReady:
         """Bring everything up. Raises what the first failing actor raised, or TimeoutError."""
-        async with asyncio.timeout(self._settings.start_timeout_s):
-            self._ensure_controller()
-            self._shards = [self._make_shard(rank) for rank in range(self._settings.engine.tensor_parallel_size)]
-            self.ready = await self._load_shards()
-            self._run_shards(self._shards[1:])  # they follow already while the first one measures
-            path = await self._shards[0].lead.remote(self._app_name, self._engine_id)
-            self._run_shards(self._shards[:1])
-            engine = self._settings.engine
-            self._client = await ShardClient.connect(
-                path, capacity=engine.max_num_requests + engine.max_num_waiting, on_draft=self._on_draft
-            )
-            if self._draft_folder is not None:
-                self._draft = DraftSupervisor(
-                    engine,
-                    shard=self._shards[0],
-                    folder=self._draft_folder,
-                    target_folder=self._folder,
-                    node_id=self._node_id,
-                    options=self._draft_options(),
-                )
-                await self._draft.bring_up()
-                self._tasks.append(asyncio.create_task(self._draft.supervise()))
-            self._tasks.append(asyncio.create_task(self._watch_controller()))
+        self._ensure_controller()
+        self.ready = await self._bring_up_target()
+        self._draft = self._make_draft()
+        if self._draft is not None:
+            await self._draft.bring_up()
+        self._supervise_draft()
+        self._tasks = [asyncio.create_task(self._supervise()), asyncio.create_task(self._watch_controller())]
         return self.ready
 
-    def generate(self, submit: Submit) -> AsyncGenerator[Delta, None]:
-        """See `EngineClient.generate`."""
-        if self._client is None or self._failure is not None:
-            raise EngineUnavailable(self._failure or "The engine is starting; try again soon")
-        return self._client.generate(submit)
+    async def client(self, timeout_s: float) -> ShardClient:
+        """The connection to the target that serves now; waits while one is being made.
+
+        Raises:
+            EngineUnavailable: none came within `timeout_s`, or none ever will.
+        """
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._up.wait(), timeout_s)
+        if self._is_dead or self._target is None or not self._up.is_set():
+            raise EngineUnavailable(f"The engine is not available: {self._trouble}")
+        return self._target.client
 
     async def health(self) -> Health:
         """How the engine is now."""
         draft = self._draft.state if self._draft is not None else "none"
-        failure = self._failure or (str(self._client.failure) if self._client and self._client.failure else None)
-        if failure is not None:
-            return Health(status="dead", reason=failure, draft=draft)
-        if self._client is None:
-            return Health(status="starting", reason="loading the model", draft=draft)
+        if self._is_dead:
+            return Health(status="dead", reason=self._trouble, draft=draft)
+        if not self._up.is_set():
+            return Health(status="starting" if self.ready is None else "restarting", reason=self._trouble, draft=draft)
         if self._draft is not None and not self._draft.is_up:
             return Health(status="degraded", reason=f"no draft, serving without: {self._draft.reason}", draft=draft)
         return Health(status="ok", draft=draft)
@@ -133,82 +122,144 @@ class EngineGroup:
         Raises:
             EngineUnavailable: the controller is gone, or does not answer; a new one is being made.
         """
-        try:
-            view: HistoryView = await asyncio.wait_for(self._controller.history.remote(since_s), HISTORY_TIMEOUT_S)
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            raise EngineUnavailable("The controller does not answer; try again soon") from error
+        view: HistoryView = await self._ask_controller("history", HISTORY_TIMEOUT_S, since_s)
         return view
 
     async def metrics(self) -> Readings:
         """What was counted in the group's processes so far; of a shard that does not answer, what it said last."""
         ledger = Ledger()
         ledger.set("paceline_draft_up", self._draft is None or self._draft.is_up)
-        ledger.add("paceline_restarts_total", self._draft.num_restarts if self._draft is not None else 0, "draft")
-        ledger.add("paceline_restarts_total", self._num_controllers - 1, "controller")
-        asked = [self._shards[0].metrics.remote()] if self._client is not None else []
+        for process, count in self._num_restarts.items():
+            of_now = self._draft.num_restarts if process == "draft" and self._draft is not None else 0
+            ledger.add("paceline_restarts_total", count + of_now, process)
+        serves = self._target is not None and self._up.is_set() and not self._is_dead
+        asked = [self._target.lead.metrics.remote()] if serves and self._target is not None else []
         if self._draft is not None and self._draft.is_up:
             asked.append(self._draft.metrics())
         answers = await asyncio.gather(
             *(asyncio.wait_for(answer, METRICS_TIMEOUT_S) for answer in asked), return_exceptions=True
         )
-        if answers and isinstance(answers[0], Readings):
+        readings = [answer for answer in answers if isinstance(answer, Readings)]
+        if serves and isinstance(answers[0], Readings):
             self._last_metrics = answers[0]
-        draft = [answer for answer in answers[1:] if isinstance(answer, Readings)]
-        return merge([ledger.read(), self._last_metrics, *draft])
+            readings = readings[1:]
+        return merge([ledger.read(), self._last_metrics, *readings])
 
     async def plan(self) -> Plan:
         """The plan in force. Raises EngineUnavailable when the controller does not answer."""
-        return await self._ask_controller("plan")
+        plan: Plan = await self._ask_controller("plan", CONTROLLER_TIMEOUT_S)
+        return plan
 
     async def override(self, changes: dict[str, Any]) -> Plan:
         """Change fields of the plan; answers with the new one. Raises as `plan`."""
-        return await self._ask_controller("override", **changes)
+        plan: Plan = await self._ask_controller("override", CONTROLLER_TIMEOUT_S, **changes)
+        return plan
 
-    async def _ask_controller(self, method: str, **arguments: Any) -> Plan:
+    async def _ask_controller(self, method: str, timeout_s: float, *values: Any, **arguments: Any) -> Any:
         try:
-            call = getattr(self._controller, method).remote(**arguments)
-            plan: Plan = await asyncio.wait_for(call, CONTROLLER_TIMEOUT_S)
+            call = getattr(self._controller, method).remote(*values, **arguments)
+            return await asyncio.wait_for(call, timeout_s)
         except (ray.exceptions.RayError, TimeoutError) as error:
             raise EngineUnavailable("The controller does not answer; try again soon") from error
-        return plan
 
     async def stop(self) -> None:
         """Stop everything this group made, the controller excepted (other replicas share it)."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._client is not None:
-            await self._client.close()
+        await self._drop_draft()
+        if self._target is not None:
+            await self._target.stop()
+
+    async def _bring_up_target(self) -> ShardReady:
+        """A new target in place of the old one, which has been stopped. Raises whatever kept it from starting."""
+        self._failed.clear()
+        target = self._target = ShardGroup(
+            self._settings,
+            folder=self._folder,
+            app_name=self._app_name,
+            engine_id=self._engine_id,
+            node_id=self._node_id,
+            placed=self._placed,
+            has_draft=self._draft_folder is not None,
+            on_draft=self._on_draft,
+            on_failed=self._on_failed,
+        )
+        async with asyncio.timeout(self._settings.start_timeout_s):
+            ready = await target.start()
+        if self.ready is not None and ready.max_model_len < self.ready.max_model_len:
+            raise EngineError(f"only {ready.max_model_len} tokens of context fit, {self.ready.max_model_len} before")
+        if target.failure is None:
+            self._up.set()
+        return ready
+
+    def _on_failed(self, reason: str) -> None:
+        self._trouble = reason
+        self._up.clear()
+        self._failed.set()
+
+    async def _supervise(self) -> None:
+        """Replace the target each time it fails, until that itself fails too often."""
+        backoff = Backoff(first_s=1.0, longest_s=60.0)
+        while True:
+            born_s = asyncio.get_running_loop().time()
+            await self._failed.wait()
+            cause = self._trouble
+            backoff.lived(asyncio.get_running_loop().time() - born_s)
+            while not await self._replace_target(cause, backoff):
+                if backoff.num_failures >= MAX_RESTARTS:
+                    self._trouble = f"{self._trouble}; given up after {backoff.num_failures} restarts"
+                    self._is_dead = True
+                    self._up.set()  # nobody needs to wait any more
+                    return
+            self._num_restarts["target"] += 1
+            self._draft = self._make_draft()
+            self._supervise_draft()
+
+    async def _replace_target(self, cause: str, backoff: Backoff) -> bool:
+        """One attempt, after a pause unless it is the first. Returns whether a target serves now."""
+        pause_s = backoff.next_pause_s()
+        self._trouble = f"{cause}; restart {backoff.num_failures} of {MAX_RESTARTS} in {pause_s:g} s"
+        _log.warning("engine %s: %s", self._engine_id, self._trouble)
+        try:
+            await self._drop_draft()
+            if self._target is not None:
+                await self._target.stop()
+            await asyncio.sleep(pause_s)
+            await self._bring_up_target()
+        except Exception as error:  # noqa: BLE001 - it may fail in any way; the next attempt comes later
+            reason = str(error).splitlines()[-1] if str(error) else type(error).__name__
+            self._trouble = f"{cause}; a restart failed: {reason}"
+            return False
+        return self._up.is_set()
+
+    def _make_draft(self) -> DraftSupervisor | None:
+        if self._draft_folder is None or self._target is None:
+            return None
+        return DraftSupervisor(
+            self._settings.engine,
+            shard=self._target.lead,
+            folder=self._draft_folder,
+            target_folder=self._folder,
+            node_id=self._node_id,
+            options=self._draft_options(),
+        )
+
+    def _supervise_draft(self) -> None:
         if self._draft is not None:
+            self._draft_task = asyncio.create_task(self._draft.supervise())
+
+    async def _drop_draft(self) -> None:
+        """A draft belongs to one target: its buffer dies with it."""
+        if self._draft_task is not None:
+            self._draft_task.cancel()
+            await asyncio.gather(self._draft_task, return_exceptions=True)
+            self._draft_task = None
+        if self._draft is not None:
+            self._draft.lost("its target is being replaced")
             self._draft.kill()
-        for shard in self._shards:
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(shard.stop.remote(), 2.0)
-        for shard in self._shards:
-            ray.kill(shard)
-
-    async def _load_shards(self) -> ShardReady:
-        """Weights, then a cache of the size that every shard has room for."""
-        port = await self._shards[0].open_rendezvous.remote() if len(self._shards) > 1 else None
-        readies: list[ShardReady] = await asyncio.gather(*(shard.load.remote(port) for shard in self._shards))
-        num_blocks = min(ready.num_blocks for ready in readies)
-        block_size = self._settings.engine.kv_block_size
-        max_model_len = min(readies[0].max_model_len, (num_blocks - 1) * block_size)
-        await asyncio.gather(*(shard.allocate.remote(num_blocks, max_model_len) for shard in self._shards))
-        for rank, shard in enumerate(self._shards[1:], start=1):
-            await shard.follow.remote(await self._shards[0].plan_handle.remote(rank))
-        return ShardReady(num_blocks, readies[0].vocab_size, max_model_len, readies[0].device)
-
-    def _make_shard(self, rank: int) -> Any:
-        engine = self._settings.engine
-        options = self._placed(shard_bundle(engine, rank))
-        if engine.device == "cuda":
-            fraction = self._settings.draft_gpu_fraction if rank == 0 and self._draft_folder is not None else 0.0
-            options["num_gpus"] = 1.0 - fraction
-        options["runtime_env"] = {"env_vars": device_env(threads_per_shard(engine))}
-        options["max_concurrency"] = 8  # run() keeps one thread for good
-        cls = actor(ShardActor, **options)
-        return cls.remote(engine, self._folder, rank=rank, node_id=self._node_id)
+            self._num_restarts["draft"] += self._draft.num_restarts
+            self._draft.num_restarts = 0
 
     def _draft_options(self) -> dict[str, Any]:
         engine = self._settings.engine
@@ -237,20 +288,6 @@ class EngineGroup:
         }
         self._controller = actor(ControllerActor, **options).remote(initial_plan(self._settings.engine.speculative))
 
-    def _run_shards(self, shards: list[Any]) -> None:
-        for shard in shards:
-            self._tasks.append(asyncio.create_task(self._watch(shard.run.remote())))
-
-    async def _watch(self, run: Any) -> None:
-        """A shard's run() never ends while all is well."""
-        try:
-            await run
-            reason = "a target shard ended"
-        except Exception as error:  # noqa: BLE001 - whatever ended it, the group is over, and health() says why
-            reason = f"a target shard died: {str(error).splitlines()[-1] if str(error) else type(error).__name__}"
-        _log.error("engine %s: %s", self._engine_id, reason)
-        self._failure = self._failure or str(ShardDown(reason))
-
     async def _watch_controller(self) -> None:
         while True:
             await asyncio.sleep(CONTROLLER_CHECK_PERIOD_S)
@@ -258,9 +295,9 @@ class EngineGroup:
                 await self._controller.pid.remote()
             except ray.exceptions.RayError:
                 _log.warning("the controller died; making a new one")
-                self._num_controllers += 1
+                self._num_restarts["controller"] += 1
                 self._ensure_controller()
 
-    def _on_draft(self, status: Any) -> None:
+    def _on_draft(self, status: DraftStatus) -> None:
         if self._draft is not None and not status.up:
             self._draft.lost(status.reason)

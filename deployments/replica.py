@@ -16,6 +16,7 @@ from ray import serve
 
 from deployments.admin import AdminDependencies, add_admin_routes, admin_key
 from deployments.api import ApiDependencies, ApiLimits, build_api
+from deployments.continuation import ContinuedEngine
 from deployments.engine_group import EngineGroup
 from deployments.observing import ReplicaObserver
 from deployments.settings import AppSettings
@@ -52,7 +53,8 @@ class Replica:
             group=ray.util.get_current_placement_group(),
         )
         names = {"app": context.app_name, "replica": context.replica_id.unique_id}
-        self._observer = ReplicaObserver(self._settings, self._group, self._group.metrics, **names)
+        continued = ContinuedEngine(self._group, patience_s=self._settings.resume_timeout_s)
+        self._observer = ReplicaObserver(self._settings, continued, self._group.metrics, **names)
         self._ready = await self._group.start()
         self._observer.start(asyncio.get_running_loop(), node_ip=ray.util.get_node_ip_address())
 

@@ -29,6 +29,10 @@ class AppSettings(Settings):
     """Share of GPU 0 that Ray books for the draft; the memory cap is engine.speculative.memory_fraction."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Deadline for weights and caches of all shards."""
+    hang_timeout_s: Annotated[float, Field(ge=1)] = 60.0
+    """A target whose loop has not turned for so long counts as hung and is replaced; longer than its longest step."""
+    resume_timeout_s: Annotated[float, Field(ge=0)] = 120.0
+    """How long a request may wait for a new engine after its own went away."""
     drain_timeout_s: Annotated[float, Field(ge=0)] = 120.0
     """How long requests in flight may take to finish when a replica stops."""
 

@@ -29,12 +29,17 @@ RETRY_AFTER_S = 1.0
 _log = logging.getLogger(__name__)
 
 
+def _ignore(reason: str) -> None:
+    del reason
+
+
 class ShardClient:
     """Made by `connect`.
 
     Args:
         capacity: requests in flight, running and waiting; more are refused with QueueFull.
         on_draft: told when the draft comes up or goes down.
+        on_lost: told why, once, when the engine goes away.
     """
 
     def __init__(
@@ -44,20 +49,29 @@ class ShardClient:
         *,
         capacity: int,
         on_draft: Callable[[DraftStatus], None],
+        on_lost: Callable[[str], None] = _ignore,
     ) -> None:
         self._reader = reader
         self._writer = writer
         self._capacity = capacity
         self._on_draft = on_draft
+        self._on_lost = on_lost
         self._waiting: dict[str, asyncio.Queue[Delta | EngineError]] = {}
         self._failure: EngineError | None = None
         self._task = asyncio.create_task(self._read())
 
     @classmethod
-    async def connect(cls, path: str, *, capacity: int, on_draft: Callable[[DraftStatus], None]) -> ShardClient:
+    async def connect(
+        cls,
+        path: str,
+        *,
+        capacity: int,
+        on_draft: Callable[[DraftStatus], None],
+        on_lost: Callable[[str], None] = _ignore,
+    ) -> ShardClient:
         """Connect to the socket of shard 0."""
         reader, writer = await asyncio.open_unix_connection(path)
-        return cls(reader, writer, capacity=capacity, on_draft=on_draft)
+        return cls(reader, writer, capacity=capacity, on_draft=on_draft, on_lost=on_lost)
 
     @property
     def failure(self) -> EngineError | None:
@@ -88,6 +102,8 @@ class ShardClient:
                 finished = isinstance(item, EngineError) or item.finish_reason is not None
                 if isinstance(item, EngineError):
                     raise item
+                if item.finish_reason == "abort":  # not by us: then nobody would be waiting here
+                    raise EngineUnavailable(f"The engine gave this request up: {item.error or 'no reason given'}")
                 if item.finish_reason == "error":
                     raise EngineError(item.error or "The engine could not finish this request")
                 yield item
@@ -95,6 +111,10 @@ class ShardClient:
             del self._waiting[submit.request_id]
             if not finished:
                 self._writer.write(frame(AbortCommand(submit.request_id)))
+
+    def give_up(self, reason: str) -> None:
+        """The engine is known to be gone or stuck; whoever waits hears EngineUnavailable."""
+        self._fail(EngineUnavailable(f"The engine is gone: {reason}"))
 
     async def close(self) -> None:
         """Hang up; whoever still waits hears EngineUnavailable."""
@@ -122,9 +142,12 @@ class ShardClient:
             self._fail(EngineUnavailable("The engine is gone: its process died"))
         except EngineError as error:
             _log.exception("bad message from shard 0")
-            self._fail(error)
+            self._fail(EngineUnavailable(f"The engine is gone: {error}"))
 
     def _fail(self, error: EngineError) -> None:
-        self._failure = self._failure or error
+        if self._failure is not None:
+            return
+        self._failure = error
         for inbox in self._waiting.values():
-            inbox.put_nowait(self._failure)
+            inbox.put_nowait(error)
+        self._on_lost(str(error))
