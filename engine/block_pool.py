@@ -27,8 +27,12 @@ class BlockOwner(Protocol):
 
     key: int
     tokens: list[int]
-    num_computed: int
     block_ids: list[int]
+
+    @property
+    def num_computed(self) -> int:
+        """Cells of its blocks that hold something, from the first on."""
+        ...
 
 
 class BlockPool:
@@ -38,9 +42,10 @@ class BlockPool:
         num_blocks: blocks of the cache, the scratch block included.
         block_size: tokens per block.
         prefix_cache: whether blocks with equal prefixes are shared.
+        ahead: what a cell holds depends on so many tokens after its own, too.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool, ahead: int = 0) -> None:
         if num_blocks < 2:
             raise ConfigError(f"num_blocks: {num_blocks} leaves no KV block to hand out; allowed: 2 or more")
         self.num_blocks = num_blocks
@@ -48,6 +53,7 @@ class BlockPool:
         self.num_evicted = 0
         """Cached blocks overwritten because space was needed."""
         self._prefix_cache = prefix_cache
+        self._ahead = ahead
         self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(1, num_blocks))
         self._references: dict[int, int] = {}
         self._hash_of: dict[int, bytes] = {}
@@ -69,14 +75,14 @@ class BlockPool:
     def attach_prefix(self, request: BlockOwner) -> int:
         """Give a request without blocks the cached blocks of its longest known prefix.
 
-        At least the last token is left out: its logits must be computed.
+        At least the last cell is left out: its logits must be computed.
 
         Returns:
-            Tokens found, a multiple of block_size.
+            Cells found, a multiple of block_size.
         """
         chain: list[bytes] = []
         if self._prefix_cache:
-            limit = (len(request.tokens) - 1) // self.block_size
+            limit = max(0, len(request.tokens) - 1 - self._ahead) // self.block_size
             for digest in self._digests(request.tokens, [], limit):
                 block = self._block_of.get(digest)
                 if block is None:
@@ -145,7 +151,7 @@ class BlockPool:
         parent = known[-1] if known else b""
         size = self.block_size
         for index in range(len(known), upto):
-            content = np.asarray(tokens[index * size : (index + 1) * size], dtype=np.int64).tobytes()
+            content = np.asarray(tokens[index * size : (index + 1) * size + self._ahead], dtype=np.int64).tobytes()
             parent = hashlib.blake2b(parent + content, digest_size=16).digest()
             digests.append(parent)
         return digests

@@ -14,12 +14,15 @@ import torch
 from engine.device_buffers import BufferHandle, TargetEnd, create_draft_buffer
 from engine.draft_protocol import BufferSpec
 from engine.drafters.draft_model import DraftLink, RemoteDrafter
-from engine.errors import DraftDown, EngineError
+from engine.errors import ConfigError, DraftDown, EngineError
 from engine.wire import DraftStatus
 
 MAX_FEED = 4096
 """Committed tokens that one order to the draft may carry."""
 MAX_RELEASED = 1024
+FEATURE_BYTES = 128 << 20
+"""Most memory for the features of the latest rows."""
+MAX_FEATURE_ROWS = 16384
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,27 @@ class DraftInfo:
     """Columns of its probabilities."""
     vocab: tuple[int, ...] | None
     """Target id of each column; None when column i is token i."""
+    feature_width: int = 0
+    """Numbers it reads of the target per position; 0 for a draft on tokens alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureShape:
+    """What the target's forwards leave per position."""
+
+    width: int
+    """Numbers; 0 where nothing is tapped."""
+    itemsize: int
+    """Bytes of each."""
+    max_step_rows: int
+    """Positions of one forward."""
+
+    @property
+    def num_rows(self) -> int:
+        """Positions to remember: the memory's bound, but always two forwards."""
+        if self.width == 0:
+            return 0
+        return max(2 * self.max_step_rows, min(MAX_FEATURE_ROWS, FEATURE_BYTES // (self.width * self.itemsize)))
 
 
 class DraftDock:
@@ -39,6 +63,7 @@ class DraftDock:
         drafter: drafts through whatever is docked.
         max_rows, max_k: limits of one order.
         target_vocab: token ids the draft may answer with are below this.
+        features: what the target can give a draft to read.
         device: where the target computes.
         node_id: of the machine.
         in_loop: runs something between two steps, in the loop's thread.
@@ -52,6 +77,7 @@ class DraftDock:
         max_rows: int,
         max_k: int,
         target_vocab: int,
+        features: FeatureShape,
         device: torch.device,
         node_id: str,
         in_loop: Callable[[Callable[[], None]], None],
@@ -61,6 +87,7 @@ class DraftDock:
         self._max_rows = max_rows
         self._max_k = max_k
         self._target_vocab = target_vocab
+        self._features = features
         self._device = device
         self._node_id = node_id
         self._in_loop = in_loop
@@ -68,7 +95,16 @@ class DraftDock:
         self._end: TargetEnd | None = None
 
     def open(self, info: DraftInfo, epoch: int) -> BufferHandle:
-        """Make the buffer for a new draft. The draft before it must be dead already."""
+        """Make the buffer for a new draft. The draft before it must be dead already.
+
+        Raises:
+            ConfigError: it reads features of another width than the target gives.
+        """
+        if info.feature_width != self._features.width:
+            raise ConfigError(
+                f"draft: feature width: it reads {info.feature_width} numbers per position, the target gives "
+                f"{self._features.width} (feature layers x hidden size)"
+            )
         vocab = torch.tensor(info.vocab, device=self._device) if info.vocab is not None else None
         self._drafter.set_vocab(vocab)
         if self._end is not None:
@@ -81,6 +117,9 @@ class DraftDock:
             max_released=MAX_RELEASED,
             draft_vocab=info.draft_vocab,
             target_vocab=self._target_vocab,
+            feature_rows=self._features.num_rows,
+            feature_width=self._features.width,
+            feature_itemsize=self._features.itemsize,
         )
         self._end = create_draft_buffer(spec, device=self._device, node_id=self._node_id, epoch=epoch)
         return self._end.handle()

@@ -1,72 +1,31 @@
 """The draft's own work: keep up with committed tokens, then run ahead of them.
 
-Owns one sequence and its KV blocks per request the target has told it about. Knows orders and answers, not how they
-travel. What it drafted and the target then committed keeps its KV; the rest is rolled back when the next order shows
-other tokens.
-
-    tokens        c c c c c c | d d d d          c committed (told), d drafted by us
-    next order    start ^------ c c r            two d's were accepted, r is the target's own token
-    num_computed  kept up to where both agree, then extended
+Owns the sequences the target has told it about, their KV blocks, and how tokens are chosen. Knows orders and answers,
+not how they travel, nor what the model is (`engine.draft_architectures`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from engine.block_pool import BlockPool
+from engine.draft_architectures import Architecture, Outputs
 from engine.draft_protocol import AnswerRow, OrderRow
+from engine.draft_sequence import Drafting, DraftSequence
 from engine.errors import InvalidRequest
 from engine.grammar import Grammars, Matcher
-from engine.packing import Forward, SpanRows, pack_spans
-from engine.penalties import TokenOptions
+from engine.packing import SpanRows, pack_spans
 from engine.rules import Columns, Rules, Shaper
 from engine.sampling import Law, Purpose, draw, gumbel, stream_seed, warp
-
-
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    """What the draft knows of one request."""
-
-    key: int
-    tokens: list[int] = field(default_factory=list)
-    num_computed: int = 0
-    block_ids: list[int] = field(default_factory=list)
-    options: TokenOptions | None = None
-    rules: Rules | None = None
-    """Of `options`, once its grammar is compiled."""
-
-
-@dataclass(slots=True, eq=False)
-class _Drafting:
-    """One order row on its way to an answer."""
-
-    place: int
-    order: OrderRow
-    sequence: _Sequence
-    law: Law
-    k: int
-    """Tokens to draft; less than the order's when the text ends before."""
-    token_ids: list[int] = field(default_factory=list)
-    confidences: list[float] = field(default_factory=list)
-
-    @property
-    def waits_for_grammar(self) -> bool:
-        return self.sequence.options is not None and self.sequence.rules is None
-
-    @property
-    def samples_from_q(self) -> bool:
-        """Whether the target needs q: only under the rejection rule."""
-        return not (self.law.greedy or self.law.coupled)
 
 
 class DraftModel:
     """Answers orders with a model.
 
     Args:
-        forward: the draft model over its own cache; plan in, logits [R, draft_vocab] float32 out.
+        architecture: the model over its own cache.
         pool: blocks of that cache.
         vocab: [draft_vocab] int64 target ids of the logit columns, or None when column i is token i.
         max_model_len: longest sequence the draft can hold.
@@ -75,27 +34,34 @@ class DraftModel:
 
     def __init__(
         self,
-        forward: Forward,
+        architecture: Architecture,
         pool: BlockPool,
         *,
         vocab: torch.Tensor | None,
         max_model_len: int,
         grammars: Grammars | None = None,
     ) -> None:
-        self._forward = forward
+        self._architecture = architecture
         self._pool = pool
         self._vocab = vocab
         self._columns = Columns(vocab) if vocab is not None else None
         self._grammars = grammars
         self._max_model_len = max_model_len
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, DraftSequence] = {}
 
     @torch.inference_mode()
-    def answer(self, rows: Sequence[OrderRow], released: Sequence[int], probs: torch.Tensor) -> tuple[AnswerRow, ...]:
+    def answer(
+        self,
+        rows: Sequence[OrderRow],
+        released: Sequence[int],
+        probs: torch.Tensor,
+        features: torch.Tensor | None = None,
+    ) -> tuple[AnswerRow, ...]:
         """Read what is fed, draft what is asked for.
 
         Args:
             probs: [max_rows, max_k, draft_vocab] float32, where q is written for rows that need it.
+            features: [rows of the ring, width] of the target, for an architecture that reads them.
 
         Returns:
             One row per order row.
@@ -103,33 +69,48 @@ class DraftModel:
         for key in released:
             self._drop(key)
         answers = [AnswerRow()] * len(rows)
-        drafting: list[_Drafting] = []
+        drafting: list[Drafting] = []
         for place, order in enumerate(rows):
-            sequence = self._follow(order)
-            if sequence is None:
-                answers[place] = AnswerRow(reason="memory")
-                continue
             try:
-                ready = self._is_ready(sequence)
+                row = self._take(place, order)
             except InvalidRequest:
                 self._drop(order.key)
                 answers[place] = AnswerRow(reason="options")
                 continue
-            drafting.append(_Drafting(place, order, sequence, _law(order), order.k if ready else 0))
-        logits = self._extend(drafting)
-        for sequence in (row.sequence for row in drafting):
-            self._pool.register(sequence)
-        self._run_ahead([row for row in drafting if row.k > 0], logits, probs)
+            if row is None:
+                answers[place] = AnswerRow(reason="memory")
+            else:
+                drafting.append(row)
+        outputs = self._read(drafting, features)
+        self._run_ahead([row for row in drafting if row.k > 0], outputs, probs)
         for row in drafting:
-            answers[row.place] = AnswerRow(
-                tuple(row.token_ids),
-                tuple(row.confidences),
-                row.samples_from_q,
-                "catch_up" if row.waits_for_grammar else "plan",
-            )
+            answers[row.place] = AnswerRow(tuple(row.token_ids), tuple(row.confidences), row.samples_from_q, row.reason)
         return tuple(answers)
 
-    def _is_ready(self, sequence: _Sequence) -> bool:
+    def _take(self, place: int, order: OrderRow) -> Drafting | None:
+        """Bring the order's sequence to its committed tokens and see what can be done; None when there is no memory.
+
+        Raises:
+            InvalidRequest: its grammar cannot be followed here.
+        """
+        sequence = self._follow(order)
+        if sequence is None:
+            return None
+        unread, places = self._unread(order, sequence)
+        num_cells = len(sequence.positions) + len(unread) + max(0, order.k - 1)
+        num_tokens = len(sequence.tokens) + max(0, order.k - 1)
+        if num_tokens > self._max_model_len or not self._pool.reserve(sequence, num_cells):
+            self._drop(order.key)
+            return None
+        row = Drafting(place, order, sequence, _law(order), order.k, unread, places)
+        if not self._is_ready(sequence):
+            row.k = 0
+            row.reason = "catch_up" if sequence.rules is None else "plan"
+        if not unread or unread[-1] != len(sequence.tokens) - 1:  # no features there: nothing to go on from
+            row.k, row.reason = 0, "catch_up"
+        return row
+
+    def _is_ready(self, sequence: DraftSequence) -> bool:
         """Whether it can be drafted for now; its rules stand at its last token then.
 
         Raises:
@@ -151,66 +132,93 @@ class DraftModel:
         sequence.rules.follow(sequence.tokens)
         return sequence.rules.num_tokens == len(sequence.tokens)
 
-    def _follow(self, order: OrderRow) -> _Sequence | None:
-        """Bring a sequence to the order's committed tokens and reserve blocks; None when there is no memory."""
+    def _follow(self, order: OrderRow) -> DraftSequence | None:
+        """The order's sequence with its committed tokens, rolled back to what stays; None when it is not known."""
+        keeps_agreed = not self._architecture.reads_features
         if order.start == 0:
             self._drop(order.key)
+            first = 0 if keeps_agreed else 1
+            self._sequences[order.key] = DraftSequence(order.key, first, options=order.options)
         sequence = self._sequences.get(order.key)
-        if sequence is None and order.start > 0:
-            return None  # told to go on with something it does not have; it will be told from the start
         if sequence is None:
-            sequence = self._sequences[order.key] = _Sequence(order.key, options=order.options)
-        guessed = sequence.tokens[order.start :]
-        agreed = 0
-        while agreed < min(len(guessed), len(order.feed)) and guessed[agreed] == order.feed[agreed]:
-            agreed += 1
-        if sequence.rules is not None:
-            sequence.rules.rewind(order.start)
-        sequence.tokens[order.start :] = order.feed
-        sequence.num_computed = min(sequence.num_computed, order.start + agreed, len(sequence.tokens) - 1)
+            return None  # told to go on with something it does not have; it will be told from the start
+        sequence.follow(order.start, order.feed, keeps_agreed=keeps_agreed)
         if order.start == 0:
-            sequence.num_computed = self._pool.attach_prefix(sequence)
-        needed = len(sequence.tokens) + max(0, order.k - 1)
-        if needed > self._max_model_len or not self._pool.reserve(sequence, needed):
-            self._drop(order.key)
-            return None
+            num_found = self._pool.attach_prefix(sequence)
+            sequence.positions = list(range(sequence.first, sequence.first + num_found))
         return sequence
+
+    def _unread(self, order: OrderRow, sequence: DraftSequence) -> tuple[Sequence[int], Sequence[int]]:
+        """Positions that are to get a cell, and where the features before each are."""
+        unread = sequence.unread()
+        if not self._architecture.reads_features:
+            return unread, ()
+        found = [
+            (position, place)
+            for position, place in enumerate(order.feature_rows, order.start)
+            if place >= 0 and position in unread
+        ]
+        return [position for position, _ in found], [place for _, place in found]
 
     def _drop(self, key: int) -> None:
         sequence = self._sequences.pop(key, None)
         if sequence is not None:
             self._pool.release(sequence)
 
-    def _extend(self, drafting: Sequence[_Drafting]) -> torch.Tensor | None:
-        """One forward over everything not computed yet; logits of the last row of each that drafts, in order."""
+    def _read(self, drafting: Sequence[Drafting], features: torch.Tensor | None) -> Outputs | None:
+        """One forward over all committed tokens without a cell; outputs of the last of each row that drafts."""
         spans = []
+        places: list[int] = []
         for row in drafting:
-            sequence = row.sequence
-            wanted = 1 if row.k > len(row.token_ids) else 0
-            spans.append(
-                SpanRows(sequence.tokens[sequence.num_computed :], sequence.num_computed, sequence.block_ids, wanted)
-            )
-            sequence.num_computed = len(sequence.tokens)
+            if row.unread:
+                token_ids = [row.sequence.tokens[position] for position in row.unread]
+                spans.append(self._cells(row.sequence, token_ids, row.unread, num_logits=1 if row.k > 0 else 0))
+                places += row.places
         if not spans:
             return None
-        return self._forward(pack_spans(spans, self._pool.block_size))
+        gathered = None
+        if features is not None and self._architecture.reads_features:
+            gathered = features.index_select(0, torch.tensor(places, device=features.device))
+        outputs = self._architecture.read(pack_spans(spans, self._pool.block_size), gathered)
+        for row in drafting:
+            if row.sequence.has_no_gap:
+                self._pool.register(row.sequence)
+        return outputs
 
-    def _run_ahead(self, active: list[_Drafting], logits: torch.Tensor | None, probs: torch.Tensor) -> None:
+    def _cells(
+        self, sequence: DraftSequence, token_ids: Sequence[int], positions: Sequence[int], *, num_logits: int
+    ) -> SpanRows:
+        """The next cells of a sequence, for these tokens."""
+        start = len(sequence.positions)
+        sequence.positions += positions
+        return SpanRows(token_ids, start, sequence.block_ids, num_logits, positions)
+
+    def _run_ahead(self, active: list[Drafting], outputs: Outputs | None, probs: torch.Tensor) -> None:
         """Draft one token per row and pass, each row up to its own K."""
-        while active and logits is not None:
+        while active and outputs is not None:
             shaper = Shaper(self._columns)
             for index, row in enumerate(active):
                 if row.sequence.rules is not None:
                     shaper.add(index, row.sequence.rules)
-            shaper.apply(logits)
-            if shaper.can_exclude_all:
-                active, logits = _going_on(active, logits)
+            shaper.apply(outputs.logits)
+            if shaper.can_exclude_all:  # rows for which the draft knows no token that the rules allow have ended
+                possible = torch.isfinite(outputs.logits.amax(dim=-1)).tolist()
+                active, outputs = _kept(active, outputs, possible)
             if active:
-                self._choose(active, logits, probs)
-            active = [row for row in active if len(row.token_ids) < row.k]
-            logits = self._extend(active) if active else None
+                self._choose(active, outputs.logits, probs)
+            active, outputs = _kept(active, outputs, [len(row.token_ids) < row.k for row in active])
+            if active:
+                outputs = self._go_on(active, outputs.carried)
 
-    def _choose(self, active: Sequence[_Drafting], logits: torch.Tensor, probs: torch.Tensor) -> None:
+    def _go_on(self, active: Sequence[Drafting], carried: torch.Tensor | None) -> Outputs:
+        """One forward over the token that each row drafted last."""
+        spans = []
+        for row in active:
+            tokens = row.sequence.tokens
+            spans.append(self._cells(row.sequence, tokens[-1:], (len(tokens) - 1,), num_logits=1))
+        return self._architecture.go_on(pack_spans(spans, self._pool.block_size), carried)
+
+    def _choose(self, active: Sequence[Drafting], logits: torch.Tensor, probs: torch.Tensor) -> None:
         """Append one drafted token to each row.
 
         Args:
@@ -236,18 +244,17 @@ class DraftModel:
             if rules is not None and (not rules.push(token) or rules.has_ended):
                 row.k = len(row.token_ids)
 
-    def _seed(self, row: _Drafting) -> int:
+    def _seed(self, row: Drafting) -> int:
         purpose = Purpose.TOKEN if row.law.coupled else Purpose.DRAFT
         return stream_seed(row.law.stream_key, len(row.sequence.tokens), purpose, row.law.attempt)
 
 
-def _going_on(active: list[_Drafting], logits: torch.Tensor) -> tuple[list[_Drafting], torch.Tensor]:
-    """The rows for which the draft knows a token that the rules allow; the others have drafted all they can."""
-    possible = torch.isfinite(logits.amax(dim=-1)).tolist()
-    if all(possible):
-        return active, logits
-    kept = [index for index, is_possible in enumerate(possible) if is_possible]
-    return [active[index] for index in kept], logits[kept]
+def _kept(active: list[Drafting], outputs: Outputs, keep: list[bool]) -> tuple[list[Drafting], Outputs]:
+    """The rows to keep, and their outputs."""
+    if all(keep):
+        return active, outputs
+    indices = [index for index, wanted in enumerate(keep) if wanted]
+    return [active[index] for index in indices], outputs.of(indices)
 
 
 def _law(order: OrderRow) -> Law:

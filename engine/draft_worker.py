@@ -17,6 +17,7 @@ import torch
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.device_buffers import BufferHandle, DraftEnd, gpu_uuid, open_draft_buffer
+from engine.draft_architectures import Architecture, EagleArchitecture, PlainArchitecture
 from engine.draft_dock import DraftInfo
 from engine.draft_model import DraftModel
 from engine.errors import ConfigError, EngineError, EngineUnavailable
@@ -24,10 +25,12 @@ from engine.grammar import Grammars
 from engine.ledger import Ledger, Readings, count_blocks
 from engine.model_config import ModelConfig
 from engine.model_runner import ModelRunner, kv_bytes_per_token, num_kv_blocks
-from engine.models import load_model
+from engine.models.decoder import Decoder
+from engine.models.drafts import LoadedDraft, load_draft
 from engine.placement import pick_device, pick_dtype, set_threads
 from engine.step import ForwardPlan
 from engine.tokenizer_info import load_tokenizer_info
+from engine.weights import WeightFiles
 
 _log = logging.getLogger(__name__)
 
@@ -62,25 +65,27 @@ class DraftWorker:
         """
         set_threads(self._config)
         dtype = pick_dtype(self._config.dtype)
-        model = load_model(self._folder, dtype=dtype, device=self._device, target_folder=self._target_folder)
+        draft = load_draft(self._folder, self._target_folder, dtype=dtype, device=self._device)
+        config = draft.decoder.config
         target_vocab = ModelConfig.load(self._target_folder).vocab_size
-        max_model_len = model.config.max_model_len
-        num_blocks = self._num_blocks(model.config, dtype)
-        runner = ModelRunner(model, num_blocks=num_blocks, block_size=self._config.kv_block_size)
-        vocab = model.draft_vocab
-        width = model.config.draft_vocab_size or min(model.config.vocab_size, target_vocab)
-
-        def forward(plan: ForwardPlan) -> torch.Tensor:
-            logits = runner.forward(plan)
-            if logits is None:
-                raise EngineError("the draft got no logits")
-            return logits[:, :width]  # columns beyond the target's vocabulary are padding and are never drafted
-
-        self._pool = pool = BlockPool(num_blocks, self._config.kv_block_size, prefix_cache=self._config.prefix_cache)
-        self._memory_bytes += num_blocks * pool.block_size * kv_bytes_per_token(model.config, dtype=dtype)
+        width = config.draft_vocab_size or min(config.vocab_size, target_vocab)
+        num_blocks = self._num_blocks(config, dtype)
+        architecture = _architecture(draft, width, num_blocks=num_blocks, block_size=self._config.kv_block_size)
+        self._pool = pool = BlockPool(
+            num_blocks,
+            self._config.kv_block_size,
+            prefix_cache=self._config.prefix_cache,
+            ahead=1 if architecture.reads_features else 0,
+        )
+        self._memory_bytes += num_blocks * pool.block_size * kv_bytes_per_token(config, dtype=dtype)
+        vocab = draft.decoder.draft_vocab
         grammars = Grammars(lambda: load_tokenizer_info(self._target_folder, target_vocab))
-        self._model = DraftModel(forward, pool, vocab=vocab, max_model_len=max_model_len, grammars=grammars)
-        return DraftInfo(width, tuple(vocab.tolist()) if vocab is not None else None)
+        self._model = DraftModel(architecture, pool, vocab=vocab, max_model_len=config.max_model_len, grammars=grammars)
+        return DraftInfo(
+            width,
+            tuple(vocab.tolist()) if vocab is not None else None,
+            draft.head.feature_width if draft.head is not None else 0,
+        )
 
     def connect(self, handle: BufferHandle) -> None:
         """Open the buffer that the target made.
@@ -100,7 +105,7 @@ class DraftWorker:
                 order = self._end.wait(0.5)
                 if order is not None:
                     begin = time.perf_counter()
-                    rows = self._model.answer(order.rows, order.released, self._end.probs)
+                    rows = self._model.answer(order.rows, order.released, self._end.probs, self._end.features)
                     self._end.answer(rows, draft_s=time.perf_counter() - begin)
         except EngineUnavailable as error:
             _log.info("the draft ends: %s", error)
@@ -146,11 +151,26 @@ class DraftWorker:
         return blocks + 1
 
     def _weight_bytes(self, config: ModelConfig, dtype: torch.dtype) -> int:
-        stored = sum(file.stat().st_size for file in self._folder.glob("*.safetensors"))
+        own = WeightFiles(self._folder).num_elements() * dtype.itemsize
         shared = config.vocab_size * config.hidden_size * dtype.itemsize if config.shares_embedding else 0
-        return stored + shared
+        return own + shared
 
     def _total_memory(self) -> int:
         if self._device.type == "cuda":
             return int(torch.cuda.get_device_properties(self._device).total_memory)
         return int(psutil.virtual_memory().total)
+
+
+def _architecture(draft: LoadedDraft, width: int, *, num_blocks: int, block_size: int) -> Architecture:
+    """The model over a new cache; columns from `width` on are padding and are never drafted."""
+    runner = ModelRunner(draft.decoder, num_blocks=num_blocks, block_size=block_size)
+    if draft.head is not None and isinstance(draft.decoder, Decoder):
+        return EagleArchitecture(draft.head, draft.decoder, runner.caches)
+
+    def forward(plan: ForwardPlan) -> torch.Tensor:
+        logits = runner.forward(plan)
+        if logits is None:
+            raise EngineError("the draft got no logits")
+        return logits[:, :width]
+
+    return PlainArchitecture(forward)

@@ -71,8 +71,10 @@ class FeatureLog:
             return
         row = self._next - int(self._q_lens.sum())
         for span, q_len in zip(spans, self._q_lens.tolist(), strict=True):
-            # The last committed token has not been computed yet; what was computed from there on was rejected.
-            self._append(span.request.key, span.start, row, min(q_len, len(span.request.tokens) - 1 - span.start))
+            request = span.request
+            if request.finish_reason is None:
+                # The last committed token has not been computed yet; what was computed from there on was rejected.
+                self._append(request.key, span.start, row, min(q_len, len(request.tokens) - 1 - span.start))
             row += q_len
         self._q_lens = None
 
@@ -105,7 +107,7 @@ class FeatureLog:
     def is_pressing(self, key: int) -> bool:
         """Whether a request's oldest features are half-way to being overwritten."""
         runs = self._runs.get(key)
-        return bool(runs) and runs[0].row < self._next - self._capacity // 2
+        return runs is not None and len(runs) > 0 and runs[0].row < self._next - self._capacity // 2
 
     def forget(self, key: int) -> None:
         self._runs.pop(key, None)
@@ -119,5 +121,5 @@ class FeatureLog:
             last.length += length
         else:
             runs.append(_Run(position, row, length))
-        while runs[0].row + runs[0].length <= self._next - self._capacity:
+        while runs and runs[0].row + runs[0].length <= self._next - self._capacity:
             runs.popleft()

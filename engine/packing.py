@@ -28,10 +28,12 @@ class SpanRows:
     token_ids: Sequence[int]
     """Tokens of its rows."""
     start: int
-    """Position of the first."""
+    """Cell of the first in the span's blocks; its position too, unless `positions` are given."""
     block_ids: Sequence[int]
     num_logits: int
     """The last so many rows need logits."""
+    positions: Sequence[int] | None = None
+    """Of its rows, where cells and positions differ."""
 
 
 def pack_spans(spans: Sequence[SpanRows], block_size: int) -> ForwardPlan:
@@ -47,17 +49,24 @@ def pack_spans(spans: Sequence[SpanRows], block_size: int) -> ForwardPlan:
         logit_rows += range(len(token_ids) - span.num_logits, len(token_ids))
     owner = np.repeat(np.arange(len(spans)), q_lens)  # [N] span of each row
     first_row = np.cumsum(q_lens) - q_lens
-    positions = (np.arange(len(token_ids)) - first_row[owner] + starts[owner]).astype(np.int32)
-    slots = tables[owner, positions // block_size] * block_size + positions % block_size
+    cells = np.arange(len(token_ids)) - first_row[owner] + starts[owner]
+    slots = tables[owner, cells // block_size] * block_size + cells % block_size
+    positions = cells
+    if any(span.positions is not None for span in spans):
+        positions = np.concatenate([_positions(span) for span in spans])
     return ForwardPlan(
         token_ids=np.array(token_ids, dtype=np.int32),
-        positions=positions,
+        positions=positions.astype(np.int32),
         slots=slots.astype(np.int32),
         q_lens=q_lens,
         kv_lens=starts + q_lens,
         block_tables=tables,
         logit_rows=np.array(logit_rows, dtype=np.int32),
     )
+
+
+def _positions(span: SpanRows) -> Sequence[int]:
+    return range(span.start, span.start + len(span.token_ids)) if span.positions is None else span.positions
 
 
 def plan_forward(batch: Batch, draft: Draft, block_size: int) -> ForwardPlan:

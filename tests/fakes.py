@@ -17,6 +17,7 @@ from reference import Generated, Spelling
 
 from engine.block_pool import BlockPool
 from engine.committer import Committer
+from engine.draft_architectures import PlainArchitecture
 from engine.draft_model import DraftModel
 from engine.draft_protocol import Answer, OrderRow
 from engine.drafter import Drafter
@@ -91,15 +92,18 @@ class ToyModel:
 class LoopbackEnd:
     """The target's end of a draft buffer whose draft answers in this process."""
 
-    def __init__(self, model: DraftModel, *, max_rows: int, max_k: int, draft_vocab: int) -> None:
+    def __init__(
+        self, model: DraftModel, *, max_rows: int, max_k: int, draft_vocab: int, features: torch.Tensor | None = None
+    ) -> None:
         self._model = model
         self.probs = torch.zeros(max_rows, max_k, draft_vocab)
+        self.features = features
         self.num_orders = 0
 
     def ask(self, rows: Sequence[OrderRow], released: Sequence[int] = (), *, deadline_s: float) -> Answer:
         self.num_orders += 1
         self.probs.fill_(float("nan"))
-        answered = self._model.answer(rows, released, self.probs)
+        answered = self._model.answer(rows, released, self.probs, self.features)
         return Answer(epoch=1, seq=self.num_orders, rows=answered, draft_s=0.0)
 
     def close(self) -> None:
@@ -152,7 +156,7 @@ def toy_drafter(
     """A RemoteDrafter whose model is a toy in this process."""
     pool = BlockPool(num_blocks, draft.block_size, prefix_cache=True)
     grammars = toy_grammars(spelling) if spelling is not None else None
-    model = DraftModel(draft.forward, pool, vocab=vocab, max_model_len=10_000, grammars=grammars)
+    model = DraftModel(PlainArchitecture(draft.forward), pool, vocab=vocab, max_model_len=10_000, grammars=grammars)
     drafter = RemoteDrafter(max_feed=max_feed, max_released=64, deadline_s=1.0, on_down=print)
     drafter.set_vocab(vocab)
     drafter.attach(LoopbackEnd(model, max_rows=64, max_k=16, draft_vocab=draft.columns))

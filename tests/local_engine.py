@@ -15,6 +15,7 @@ from autoscale.goodput import make_goodput
 from autoscale.policy import PolicyPacer
 from engine.config import EngineConfig
 from engine.draft_worker import DraftWorker
+from engine.model_config import ModelConfig
 from engine.plan import Pacer
 from engine.request import Delta, Submit
 from engine.step import StepStats
@@ -39,12 +40,16 @@ class LocalEngine:
         speculative = settings.pop("speculative", {"method": "none"})
         if draft_folder is not None:
             # Everything shares this process, so a busy machine must not look like a hung draft.
-            speculative = {"method": "draft_model", "draft": str(draft_folder), "deadline_s": 60} | speculative
+            method = ModelConfig.load(draft_folder).architecture
+            speculative = {"method": method, "draft": str(draft_folder), "deadline_s": 60} | speculative
         speculative = {"policy": "fixed"} | speculative
         defaults = {"model": str(folder), "device": "cpu", "dtype": "float32", "kv_cache_tokens": 16384}
         self.config = EngineConfig.parse(defaults | settings | {"speculative": speculative})
         size = self.config.tensor_parallel_size
-        self.shards = [TargetShard(self.config, folder, rank=rank, node_id=NODE) for rank in range(size)]
+        tapped = ModelConfig.load(draft_folder).feature_layers if draft_folder is not None else ()
+        self.shards = [
+            TargetShard(self.config, folder, rank=rank, node_id=NODE, feature_layers=tapped) for rank in range(size)
+        ]
         self.draft = DraftWorker(self.config, draft_folder, folder, node_id=NODE) if draft_folder else None
         self.stats: list[StepStats] = []
         self.last: dict[str, Delta] = {}

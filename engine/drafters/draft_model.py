@@ -1,7 +1,8 @@
 """Drafting by a model in another process: the target's side of the DraftBuffer.
 
 Owns what the draft has been told so far, per request, and what happens when it falls silent: K = 0 for everybody, the
-reason reported once, everything told anew to the next draft. Knows nothing of the model behind the buffer.
+reason reported once, everything told anew to the next draft. Where the draft reads the target's features, their log
+lives and ends with the buffer. Knows nothing of the model behind it.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.draft_protocol import MAX_OPTIONS, Answer, AnswerRow, OrderRow, encode_options
 from engine.drafter import empty_rows
 from engine.errors import DraftDown
+from engine.feature_log import FeatureLog
 from engine.request import Request
 from engine.sampling import Law
 from engine.step import Batch, Draft, DraftRow, KReason, Span
@@ -27,6 +31,11 @@ class DraftLink(Protocol):
         """[max_rows, max_k, draft_vocab] float32, valid until the next `ask`."""
         ...
 
+    @property
+    def features(self) -> torch.Tensor | None:
+        """[feature_rows, width] that the draft reads while it is asked; None where it reads none."""
+        ...
+
     def ask(self, rows: Sequence[OrderRow], released: Sequence[int] = (), *, deadline_s: float) -> Answer:
         """Raises DraftDown when the draft is dead or hung."""
         ...
@@ -35,7 +44,7 @@ class DraftLink(Protocol):
 
 
 class RemoteDrafter:
-    """Method `draft_model`.
+    """Methods `draft_model` and `eagle`.
 
     Args:
         max_feed: committed tokens that one order may carry; longer ones are caught up over several steps.
@@ -65,6 +74,9 @@ class RemoteDrafter:
         self._refused: set[int] = set()  # requests the draft had no memory for, until something is freed
         self._unsupported: set[int] = set()  # requests whose options the draft cannot honour
         self._released: list[int] = []
+        self._log: FeatureLog | None = None
+        self._spans: Sequence[Span] = ()  # of the step whose features were written last
+        self._drafts_now = True  # whether the last step with a decode had a draft in it
 
     @property
     def is_up(self) -> bool:
@@ -78,25 +90,37 @@ class RemoteDrafter:
         """Draft through this end from the next step on. Call in the loop's thread."""
         self.detach()
         self._end = end
+        self._log = FeatureLog(end.features) if end.features is not None else None
 
     def detach(self) -> None:
         """Stop drafting and close the end. Call in the loop's thread."""
         if self._end is not None:
             self._end.close()
-        self._end = None
+        self._end = self._log = None
         self._sent.clear()
         self._refused.clear()
         self._unsupported.clear()
         self._released.clear()
 
+    def write_features(self, features: torch.Tensor, q_lens: npt.NDArray[np.int32]) -> None:
+        """Take what a forward of the target has left, as `FeatureLog.write`. In the loop's thread."""
+        if self._log is not None:
+            self._log.write(features, q_lens)
+
     def forget(self, keys: Sequence[int]) -> None:
+        if self._log is not None:
+            for key in keys:
+                self._log.forget(key)
         self._released += [key for key in keys if self._sent.pop(key, None) is not None]
         self._refused.clear()
         self._unsupported.difference_update(keys)
 
     def draft(self, batch: Batch) -> Draft:
+        if self._log is not None:
+            self._log.settle(self._spans)
+        self._spans = batch.spans
         rows = empty_rows(batch)
-        asked = [index for index, span in enumerate(batch.spans) if span.k > 0]
+        asked = self._asked(batch.spans)
         if not asked:
             return Draft(tuple(rows))
         if self._end is None:
@@ -124,8 +148,23 @@ class RemoteDrafter:
         fed = sum(len(order.feed) for order in orders)
         probs = self._end.probs
         for place, (index, order, answered) in enumerate(zip(asked, orders, answer.rows, strict=True)):
-            rows[index] = self._row(batch.spans[index], order, answered, probs[place])
+            row = self._row(batch.spans[index], order, answered, probs[place])
+            if batch.spans[index].k > 0:
+                rows[index] = row
         return Draft(tuple(rows), self._vocab, draft_s=answer.draft_s, handoff_s=answer.handoff_s, num_fed=fed)
+
+    def _asked(self, spans: Sequence[Span]) -> list[int]:
+        """Spans to draft for, and prompts whose features must be read before they are overwritten."""
+        asked = [index for index, span in enumerate(spans) if span.k > 0]
+        if any(span.samples for span in spans):
+            self._drafts_now = bool(asked)
+        if self._log is None or not self._drafts_now:
+            return asked
+        return [index for index, span in enumerate(spans) if span.k > 0 or self._is_pressing(span, self._log)]
+
+    def _is_pressing(self, span: Span, log: FeatureLog) -> bool:
+        key = span.request.key
+        return not span.samples and log.is_pressing(key) and self._sent.get(key, 0) <= span.start
 
     def _left_out(self, requests: Sequence[Request]) -> list[KReason | None]:
         """Why the draft is not asked for some of these in this step."""
@@ -153,7 +192,9 @@ class RemoteDrafter:
         for span in spans:
             request = span.request
             start = self._sent.get(request.key, 0)
-            feed = tuple(request.tokens[start : start + room])
+            # Of a prompt that is still being computed, so much as there are features for.
+            stop = len(request.tokens) if span.k > 0 else span.start + 1
+            feed = tuple(request.tokens[start : min(start + room, stop)])
             room -= len(feed)
             caught_up = start + len(feed) == len(request.tokens)
             law = Law.of(request)
@@ -171,6 +212,7 @@ class RemoteDrafter:
                     top_k=law.top_k,
                     min_p=law.min_p,
                     options=request.rules.options if request.rules is not None and start == 0 else None,
+                    feature_rows=self._log.rows(request.key, start, len(feed)) if self._log is not None else (),
                 )
             )
         return orders
@@ -185,6 +227,8 @@ class RemoteDrafter:
             self._unsupported.add(key)
             return DraftRow(reason="options")
         self._sent[key] = order.start + len(order.feed)
+        if self._log is not None:
+            self._log.told(key, self._sent[key])
         if order.k == 0:
             return DraftRow(reason="catch_up")
         drafted = len(answered.token_ids)
