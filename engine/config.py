@@ -12,7 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from engine.errors import ConfigError
 
-Method = Literal["none", "ngram", "draft_model"]
+Method = Literal["none", "ngram", "draft_model", "eagle"]
+DRAFT_METHODS: tuple[Method, ...] = ("draft_model", "eagle")
+"""Those of a model in a folder, which says itself which of them it is."""
 PolicyName = Literal["off", "fixed", "threshold", "goodput"]
 MAX_K = 16
 CPU_BLOCK, CUDA_PAGE = 16, 256
@@ -49,9 +51,10 @@ class SpeculativeConfig(Settings):
     """How tokens are drafted."""
 
     method: Method = "ngram"
-    """Who drafts: nobody, prompt lookup, or a small model in the DraftWorker."""
+    """Who drafts: nobody, prompt lookup, or the model that `draft` names, whose config.json says whether it is one of its
+    own or a head on the target's hidden states. Not needed where `draft` is given."""
     draft: str | None = None
-    """Folder or Hugging Face id of the draft; required by `draft_model`."""
+    """Folder or Hugging Face id of the draft, or the name of one that ships with Paceline."""
     policy: PolicyName = "goodput"
     """Who chooses K: `off`, `fixed`, the operators' rule `threshold`, or `goodput`: most tokens per second."""
     k: Annotated[int, Field(ge=0, le=MAX_K)] = 5
@@ -67,12 +70,19 @@ class SpeculativeConfig(Settings):
     deadline_s: Annotated[float, Field(gt=0, le=60)] = 2.0
     """A draft that has not answered by then counts as hung."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _method_of_draft(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("draft") and "method" not in values:
+            return values | {"method": "draft_model"}
+        return values
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.method == "draft_model" and not self.draft:
-            raise ValueError("draft: method draft_model needs a draft folder or id; set speculative.draft")
-        if self.method != "draft_model" and self.draft:
-            raise ValueError(f"draft: given, but method is {self.method!r}; set speculative.method to draft_model")
+        if self.method in DRAFT_METHODS and not self.draft:
+            raise ValueError(f"draft: method {self.method} needs a draft folder or id; set speculative.draft")
+        if self.method not in DRAFT_METHODS and self.draft:
+            raise ValueError(f"draft: given, but method is {self.method!r}; leave speculative.method out")
         if self.ngram_min > self.ngram_max:
             raise ValueError(f"ngram_min: {self.ngram_min} is above ngram_max {self.ngram_max}")
         return self
@@ -105,6 +115,9 @@ class EngineConfig(Settings):
     """Reuse KV blocks of equal prompt prefixes."""
     num_threads: Annotated[int, Field(ge=1)] | None = None
     """CPU threads per shard; default: cores / shards."""
+    kernel: Literal["auto", "native", "torch"] = "auto"
+    """Who computes a forward on cpu in bfloat16: the native library (Linux on x86_64 with AVX512-BF16, a C++ compiler,
+    one shard), or PyTorch's operators; `auto` takes the first where it serves."""
     speculative: SpeculativeConfig = SpeculativeConfig()
 
     @property
@@ -112,8 +125,19 @@ class EngineConfig(Settings):
         """`block_size`, or the default of the device."""
         return self.block_size or (CUDA_PAGE if self.device == "cuda" else CPU_BLOCK)
 
+    @property
+    def forward_kernel(self) -> Literal["auto", "native", "torch"]:
+        """`kernel`, but `torch` where the block size leaves no other choice."""
+        return self.kernel if self.kv_block_size % CPU_BLOCK == 0 else "torch"
+
     @model_validator(mode="after")
     def _page_fits(self) -> Self:
         if self.device == "cuda" and self.kv_block_size % CUDA_PAGE:
             raise ValueError(f"block_size: {self.block_size} given; on cuda allowed are multiples of {CUDA_PAGE}")
+        return self
+
+    @model_validator(mode="after")
+    def _tile_fits(self) -> Self:
+        if self.kernel == "native" and self.kv_block_size % CPU_BLOCK:
+            raise ValueError(f"block_size: {self.block_size} given; kernel native takes multiples of {CPU_BLOCK}")
         return self

@@ -1,6 +1,6 @@
 """Runs a model over its own paged KV cache, one `ForwardPlan` at a time.
 
-Owns the cache tensors and the way from a plan's integers to device tensors; sizes the cache from the memory at hand.
+Owns the cache tensors; sizes the cache from the memory at hand.
 Knows nothing of requests: who holds which block is the block pool's business.
 """
 
@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 import mmap
-from typing import Any
 
-import numpy as np
 import psutil
 import torch
 
 from engine.errors import ConfigError
 from engine.host_memory import keep_freed_memory
 from engine.model_config import ModelConfig
-from engine.models.decoder import Decoder, ForwardInputs, LayerCache
+from engine.models import Model
+from engine.models.decoder import LayerCache
 from engine.step import ForwardPlan
 from engine.weights import WHOLE, ShardSpec
 
@@ -36,7 +35,7 @@ class ModelRunner:
         block_size: tokens per block.
     """
 
-    def __init__(self, model: Decoder, *, num_blocks: int, block_size: int) -> None:
+    def __init__(self, model: Model, *, num_blocks: int, block_size: int) -> None:
         self.model = model
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -55,12 +54,8 @@ class ModelRunner:
             ]
 
     @torch.inference_mode()
-    def forward(self, plan: ForwardPlan, embedded: torch.Tensor | None = None) -> torch.Tensor | None:
+    def forward(self, plan: ForwardPlan) -> torch.Tensor | None:
         """Compute a plan: write K and V of its rows, then attend, layer by layer.
-
-        Args:
-            plan: the rows.
-            embedded: [N, hidden_size] what enters the first layer instead of the embedding of the plan's tokens.
 
         Returns:
             [R, vocab] float32 logits of `plan.logit_rows` on rank 0, None on other ranks. `vocab` is the model's, or
@@ -69,20 +64,9 @@ class ModelRunner:
         Raises:
             ShardDown: a peer shard is gone.
         """
-        inputs = ForwardInputs(
-            token_ids=self._to_device(plan.token_ids),
-            positions=self._to_device(plan.positions),
-            slots=self._to_device(plan.slots),
-            logit_rows=self._to_device(plan.logit_rows),
-            attention=self.model.attention.prepare(plan, block_size=self.block_size),
-            embedded=embedded,
-        )
-        result = self.model.forward(inputs, self.caches)
+        result = self.model.forward(plan, self.caches)
         self.features = result.hidden
         return result.logits
-
-    def _to_device(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(self.model.device)
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -93,7 +77,10 @@ def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.d
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape)
-    return torch.frombuffer(mmap.mmap(-1, size * dtype.itemsize), dtype=dtype, count=size).view(shape)
+    memory = mmap.mmap(-1, size * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=size).view(shape)
 
 
 def kv_bytes_per_token(config: ModelConfig, shard: ShardSpec = WHOLE, dtype: torch.dtype = torch.bfloat16) -> int:

@@ -27,7 +27,7 @@ from engine.collectives import Collectives, Group, Solo, open_store
 from engine.committer import Committer
 from engine.config import EngineConfig
 from engine.device_buffers import BufferHandle
-from engine.draft_dock import MAX_FEED, MAX_RELEASED, DraftDock, DraftInfo
+from engine.draft_dock import MAX_FEED, MAX_RELEASED, DraftDock, DraftInfo, FeatureShape
 from engine.drafter import Drafter, NoDrafter
 from engine.drafters.draft_model import DraftLink, RemoteDrafter
 from engine.drafters.forced import ForcedDrafter
@@ -73,13 +73,18 @@ class TargetShard:
         folder: the target's model folder.
         rank: of this shard.
         node_id: of the machine; buffers are only shared within it.
+        feature_layers: layers, ascending, whose outputs the draft reads; tapped by rank 0.
     """
 
-    def __init__(self, config: EngineConfig, folder: Path, *, rank: int, node_id: str) -> None:
+    def __init__(
+        self, config: EngineConfig, folder: Path, *, rank: int, node_id: str, feature_layers: tuple[int, ...] = ()
+    ) -> None:
         self.config = config
         self.rank = rank
         self.folder = folder
         self._node_id = node_id
+        self._feature_layers = feature_layers if rank == 0 else ()
+        self._features_to: RemoteDrafter | None = None
         self._device = pick_device(config.device)
         self._stop = threading.Event()
         self._collectives: Collectives = Solo()
@@ -119,7 +124,14 @@ class TargetShard:
                 rank=self.rank, size=size, store=store, device=self._device, timeout_s=PEER_TIMEOUT_S
             )
         dtype = pick_dtype(config.dtype)
-        self._model = load_model(self.folder, dtype=dtype, device=self._device, collectives=self._collectives)
+        self._model = load_model(
+            self.folder,
+            dtype=dtype,
+            device=self._device,
+            collectives=self._collectives,
+            feature_layers=self._feature_layers,
+            kernel=config.forward_kernel,
+        )
         model_config = self._model.config
         num_blocks = num_kv_blocks(
             model_config,
@@ -189,11 +201,13 @@ class TargetShard:
             grammars=grammars,
         )
         if isinstance(drafter, RemoteDrafter):
+            self._features_to = drafter if self._feature_layers else None
             self._dock = DraftDock(
                 drafter,
                 max_rows=config.max_num_requests,
                 max_k=max(1, config.speculative.k),
                 target_vocab=self._model.config.vocab_size,
+                features=self._feature_shape(),
                 device=self._device,
                 node_id=self._node_id,
                 in_loop=engine.call,
@@ -265,13 +279,19 @@ class TargetShard:
             torch.cuda.current_stream().synchronize()
         if logits is None:
             raise ShardDown("rank 0 got no logits")
+        if self._features_to is not None and self._runner.features is not None:
+            self._features_to.write_features(self._runner.features, plan.q_lens)
         return logits
+
+    def _feature_shape(self) -> FeatureShape:
+        width = len(self._feature_layers) * self._model.config.hidden_size
+        return FeatureShape(width, self._model.dtype.itemsize, self.config.max_step_tokens)
 
     def _make_drafter(self) -> Drafter:
         speculative = self.config.speculative
         if speculative.method == "ngram":
             return NgramDrafter(min_size=speculative.ngram_min, max_size=speculative.ngram_max)
-        if speculative.method == "draft_model":
+        if speculative.method in ("draft_model", "eagle"):
             return RemoteDrafter(
                 max_feed=MAX_FEED,
                 max_released=MAX_RELEASED,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import FAMILIES, VOCAB, Piece, plan_of, reference_logits, scattered_blocks, write_model
+from tiny_models import FAMILIES, VOCAB, Piece, plan_of, random_cuts, reference_logits, run_cuts, write_model
 
 from engine.model_runner import ModelRunner
 from engine.model_store import resolve_model
@@ -18,32 +18,6 @@ from engine.models import load_model
 
 TOLERANCE = 1e-4
 NUM_BLOCKS = 160
-
-
-def run(runner: ModelRunner, prompts: list[list[int]], cuts: list[list[int]]) -> list[torch.Tensor]:
-    """Logits of all rows; in step t each prompt that has one brings its t-th cut."""
-    blocks = scattered_blocks(
-        [len(prompt) for prompt in prompts], num_blocks=runner.num_blocks, block_size=runner.block_size
-    )
-    found: list[list[torch.Tensor]] = [[] for _ in prompts]
-    starts = [0] * len(prompts)
-    for step in range(max(len(cut) for cut in cuts)):
-        members = [index for index, cut in enumerate(cuts) if step < len(cut)]
-        pieces = [Piece(prompts[i], starts[i], starts[i] + cuts[i][step], blocks[i]) for i in members]
-        logits = runner.forward(plan_of(pieces, block_size=runner.block_size))
-        assert logits is not None
-        for index, part in zip(members, logits.split([cuts[i][step] for i in members]), strict=True):
-            found[index].append(part)
-            starts[index] += cuts[index][step]
-    return [torch.cat(parts) for parts in found]
-
-
-def random_cuts(rng: random.Random, total: int, longest: int) -> list[int]:
-    cuts = []
-    while total:
-        cuts.append(min(rng.randint(1, longest), total))
-        total -= cuts[-1]
-    return cuts
 
 
 def prompts_of(rng: random.Random, lengths: list[int], vocab: int = VOCAB) -> list[list[int]]:
@@ -67,7 +41,7 @@ def test_equals_transformers_however_the_rows_are_cut(tmp_path: Path, family: st
         runner = ModelRunner(load_model(folder, dtype=torch.float32), num_blocks=NUM_BLOCKS * 3, block_size=block_size)
         kept = [0, 1, 2, 3] if block_size > 1 else [0, 1, 2]
         cuts = [random_cuts(rng, len(prompts[index]), longest) for index in kept]
-        found = run(runner, [prompts[index] for index in kept], cuts)
+        found = run_cuts(runner, [prompts[index] for index in kept], cuts)
         assert_close(found, [expected[index] for index in kept])
 
 
@@ -79,7 +53,7 @@ def test_one_batch_mixes_prefill_decode_and_verify(tmp_path: Path) -> None:
     # After a first step that fills the caches: a decode, a verify of 1, of 6, and a chunk with and without context.
     cuts = [[99, 1], [40, 1], [39, 2], [40, 6], [200, 100], [1, 119]]
     runner = ModelRunner(load_model(folder, dtype=torch.float32), num_blocks=NUM_BLOCKS, block_size=8)
-    assert_close(run(runner, prompts, cuts), expected)
+    assert_close(run_cuts(runner, prompts, cuts), expected)
 
 
 def test_reference_paths_agree(tmp_path: Path) -> None:
@@ -88,7 +62,7 @@ def test_reference_paths_agree(tmp_path: Path) -> None:
     cuts = [[20, 4, 6], [1, 1, 10]]
     slow = load_model(folder, dtype=torch.float32, linear="reference", attention="reference")
     fast = load_model(folder, dtype=torch.float32)
-    found = [run(ModelRunner(model, num_blocks=40, block_size=4), prompts, cuts) for model in (slow, fast)]
+    found = [run_cuts(ModelRunner(model, num_blocks=40, block_size=4), prompts, cuts) for model in (slow, fast)]
     assert_close(found[0], found[1])
 
 
@@ -101,7 +75,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(tmp_path: Path) -> N
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     with torch.inference_mode():
         their_error = (theirs(torch.tensor(prompts)).logits[0].float() - exact).abs().mean()
-    ours = run(ModelRunner(load_model(folder), num_blocks=40, block_size=4), prompts, [[100, 1, 6, 13]])[0]
+    ours = run_cuts(ModelRunner(load_model(folder), num_blocks=40, block_size=4), prompts, [[100, 1, 6, 13]])[0]
     assert (ours - exact).abs().mean() < 1.2 * their_error
 
 
@@ -164,4 +138,6 @@ def test_smollm2_equals_transformers() -> None:
     runner = ModelRunner(load_model(folder, dtype=torch.float32), num_blocks=NUM_BLOCKS, block_size=16)
     rng = random.Random(5)
     for longest in (512, 20):
-        assert_close(run(runner, prompts, [random_cuts(rng, len(prompt), longest) for prompt in prompts]), expected)
+        assert_close(
+            run_cuts(runner, prompts, [random_cuts(rng, len(prompt), longest) for prompt in prompts]), expected
+        )

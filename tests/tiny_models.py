@@ -6,6 +6,7 @@ comparison.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 import transformers
 
+from engine.model_runner import ModelRunner
 from engine.step import ForwardPlan
 
 VOCAB = 97
@@ -119,3 +121,30 @@ def scattered_blocks(lengths: Sequence[int], *, num_blocks: int, block_size: int
     """Distinct blocks for sequences of these lengths, in random order."""
     free = np.random.default_rng(seed).permutation(num_blocks).tolist()
     return [[free.pop() for _ in range(-(-length // block_size))] for length in lengths]
+
+
+def run_cuts(runner: ModelRunner, prompts: list[list[int]], cuts: list[list[int]]) -> list[torch.Tensor]:
+    """Per prompt the logits of all rows; in step t each prompt that has one brings its t-th cut."""
+    blocks = scattered_blocks(
+        [len(prompt) for prompt in prompts], num_blocks=runner.num_blocks, block_size=runner.block_size
+    )
+    found: list[list[torch.Tensor]] = [[] for _ in prompts]
+    starts = [0] * len(prompts)
+    for step in range(max(len(cut) for cut in cuts)):
+        members = [index for index, cut in enumerate(cuts) if step < len(cut)]
+        pieces = [Piece(prompts[i], starts[i], starts[i] + cuts[i][step], blocks[i]) for i in members]
+        logits = runner.forward(plan_of(pieces, block_size=runner.block_size))
+        assert logits is not None
+        for index, part in zip(members, logits.split([cuts[i][step] for i in members]), strict=True):
+            found[index].append(part)
+            starts[index] += cuts[index][step]
+    return [torch.cat(parts) for parts in found]
+
+
+def random_cuts(rng: random.Random, total: int, longest: int) -> list[int]:
+    """Lengths of 1 to `longest` that add up to `total`."""
+    cuts = []
+    while total:
+        cuts.append(min(rng.randint(1, longest), total))
+        total -= cuts[-1]
+    return cuts

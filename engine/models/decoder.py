@@ -2,7 +2,7 @@
 
 Owns the order of operations of a layer and of the whole model, as one tensor-parallel shard computes it. The families
 differ by what is present (biases, q/k norm), not by code path. Knows nothing of files, blocks or requests: K and V go
-where `ForwardInputs` says, and attention is `engine.attention`'s.
+where the plan says, and attention is `engine.attention`'s.
 
 Shapes: N rows, R logit rows, H query heads, G KV heads and D head_dim, all of this shard.
 """
@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -21,6 +23,7 @@ from engine.linear import Linear
 from engine.model_config import ModelConfig
 from engine.models.norm import RmsNorm
 from engine.models.rope import Rope, Rotation
+from engine.step import ForwardPlan
 from engine.weights import ShardSpec
 
 
@@ -33,7 +36,7 @@ class LayerCache:
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardInputs:
+class _Inputs:
     """A plan as tensors on the device."""
 
     token_ids: torch.Tensor
@@ -46,8 +49,6 @@ class ForwardInputs:
     """[R] int64."""
     attention: Any
     """From `Attention.prepare`."""
-    embedded: torch.Tensor | None = None
-    """[N, hidden_size] what enters the first layer, of the model's dtype; None: the embedding of `token_ids`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,15 +130,21 @@ class Decoder:
         """Columns of the logits."""
         return self.config.draft_vocab_size or self.config.vocab_size
 
-    def forward(self, inputs: ForwardInputs, caches: list[LayerCache]) -> ForwardResult:
+    def forward(
+        self, plan: ForwardPlan, caches: list[LayerCache], embedded: torch.Tensor | None = None
+    ) -> ForwardResult:
         """Write K and V of all rows into the caches, and yield the logits of the rows asked for.
+
+        Args:
+            plan: the rows.
+            caches: of each layer.
+            embedded: [N, hidden_size] what enters the first layer; None: the embedding of the plan's tokens.
 
         Raises:
             ShardDown: a peer shard is gone.
         """
-        hidden = inputs.embedded  # [N, hidden_size]
-        if hidden is None:
-            hidden = F.embedding(inputs.token_ids, self._weights.embedding)
+        inputs = self._inputs(plan, block_size=caches[0].keys.shape[1])
+        hidden = F.embedding(inputs.token_ids, self._weights.embedding) if embedded is None else embedded
         rotation = self._rope.at(inputs.positions)
         kept = []
         for index, (layer, cache) in enumerate(zip(self._weights.layers, caches, strict=True)):
@@ -150,8 +157,20 @@ class Decoder:
             hidden=torch.cat(kept, dim=1) if kept else None,
         )
 
+    def _inputs(self, plan: ForwardPlan, *, block_size: int) -> _Inputs:
+        def to_device(values: npt.NDArray[np.int32]) -> torch.Tensor:
+            return torch.from_numpy(values.astype(np.int64)).to(self.device)
+
+        return _Inputs(
+            token_ids=to_device(plan.token_ids),
+            positions=to_device(plan.positions),
+            slots=to_device(plan.slots),
+            logit_rows=to_device(plan.logit_rows),
+            attention=self.attention.prepare(plan, block_size=block_size),
+        )
+
     def _attend(
-        self, layer: Layer, hidden: torch.Tensor, rotation: Rotation, cache: LayerCache, inputs: ForwardInputs
+        self, layer: Layer, hidden: torch.Tensor, rotation: Rotation, cache: LayerCache, inputs: _Inputs
     ) -> torch.Tensor:
         heads, kv_heads, head_dim = self._num_heads, self.num_kv_heads, self.config.head_dim
         qkv = layer.qkv(layer.input_norm(hidden))

@@ -24,15 +24,15 @@ class RmsNorm:
     """Above, doubling the rows costs more than the operators it saves."""
 
     def __init__(self, weight: torch.Tensor, eps: float, *, fast: bool = False) -> None:
-        self._weight = weight
+        self.weight = weight
         self._eps = eps
         eligible = fast and weight.device.type == "cpu" and weight.dtype is torch.bfloat16
         self._doubled = torch.cat((weight, weight)) if eligible else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise x: [..., size]."""
-        size = self._weight.shape[0]
+        size = self.weight.shape[0]
         if self._doubled is None or x.shape[0] > self.MAX_FAST_ROWS:
-            return F.rms_norm(x, (size,), self._weight, self._eps)
+            return F.rms_norm(x, (size,), self.weight, self._eps)
         mirrored = F.layer_norm(torch.cat((x, x.neg()), -1), (2 * size,), self._doubled, None, self._eps)
         return mirrored[..., :size].contiguous()

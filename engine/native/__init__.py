@@ -1,0 +1,12 @@
+"""The forward of a whole plan in one native call, for bf16 on CPUs that have AVX512-BF16.
+
+Optional: where the machine or its compiler does not serve, `engine.models.decoder.Decoder` does the same with PyTorch's
+operators. `engine.models.load_model` chooses.
+"""
+
+from __future__ import annotations
+
+from engine.native.decoder import NativeDecoder, check_native
+from engine.native.library import NativeUnavailable, load_library
+
+__all__ = ["NativeDecoder", "NativeUnavailable", "check_native", "load_library"]
