@@ -30,10 +30,10 @@ from distill.eagle import EagleDraft
 from distill.evaluate import Acceptance, evaluate
 from distill.export import DraftMismatchError, export_draft, load_draft
 from distill.generate import Generator, Job
-from distill.losses import Objective
 from distill.prompts import Prompt, prompts
+from distill.settings import Objective, TrainConfig
 from distill.sources import collect, is_prose
-from distill.trainer import TrainConfig, train
+from distill.trainer import train
 from engine.errors import ConfigError
 from engine.model_store import resolve_model
 
@@ -197,6 +197,8 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
     return replace(
         TrainConfig(),
         steps=args.unroll if args.architecture == "eagle" else 1,
+        chain_every=args.chain_every,
+        cooldown_s=args.cooldown * 60,
         row_len=args.row_len,
         batch_tokens=args.batch_tokens,
         lr=args.lr,

@@ -7,7 +7,6 @@ models: features are opaque bfloat16 bits.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
@@ -142,27 +141,33 @@ def batches(
 ) -> Iterator[tuple[int, Batch]]:
     """Endless training batches, each with the number of shards finished before it (hand it back as `start` to resume).
 
-    A pass visits all shards that exist at its start in seeded order, `group` at a time with their rows shuffled
-    together; rows of alike length share a batch of about `batch_tokens` positions. The folders are read again for
-    each pass, so a generator may keep adding.
+    Shards that were read least come first, in seeded order, `group` at a time with their rows shuffled together; rows
+    of alike length share a batch of about `batch_tokens` positions. The folders are listed again for each group, so a
+    generator may keep adding: a new shard is next.
 
     Raises:
         FileNotFoundError: no finished shard in any folder.
     """
     done = 0
-    for number in itertools.count():
-        paths = [path for path in shard_paths(folders) if path.name not in skip]
-        if not paths:
+    reads: dict[Path, int] = {}
+    while True:
+        before = min(reads.values(), default=1) - 1
+        for path in shard_paths(folders):
+            if path.name not in skip:
+                reads.setdefault(path, before)
+        if not reads:
             raise FileNotFoundError(f"no finished shards in {', '.join(map(str, folders))}")
-        order = np.random.default_rng((seed, number)).permutation(len(paths))
-        for place in range(0, len(order), group):
-            chosen = [paths[i] for i in order[place : place + group]]
-            if done + len(chosen) > start:
-                spans = [(shard, *span) for shard in map(Shard.open, chosen) for span in row_spans(shard, row_len)]
-                rng = np.random.default_rng((seed, number, place))
-                for rows in length_batches([stop - begin for _, begin, stop in spans], batch_tokens, rng):
-                    yield done, collate([spans[i] for i in rows], row_len, prompt_weight)
-            done += len(chosen)
+        least = min(reads.values())
+        rng = np.random.default_rng((seed, done))
+        waiting = sorted(path for path, count in reads.items() if count == least)
+        chosen = [waiting[i] for i in rng.permutation(len(waiting))[:group]]
+        for path in chosen:
+            reads[path] += 1
+        if done + len(chosen) > start:
+            spans = [(shard, *span) for shard in map(Shard.open, chosen) for span in row_spans(shard, row_len)]
+            for rows in length_batches([stop - begin for _, begin, stop in spans], batch_tokens, rng):
+                yield done, collate([spans[i] for i in rows], row_len, prompt_weight)
+        done += len(chosen)
 
 
 def length_batches(lengths: Sequence[int], batch_tokens: int, rng: np.random.Generator) -> list[list[int]]:

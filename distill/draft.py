@@ -44,7 +44,7 @@ class SmallDraft(nn.Module):
         self.final_norm.copy_(target.final_norm)
         self.head.weight.copy_(target.head_weight[self.vocabulary.draft_vocab])
 
-    def unroll(self, batch: Batch, steps: int, first_root: int = 0) -> Chains:
+    def unroll(self, batch: Batch, steps: int, first_root: int = 0, every: int = 1) -> Chains:
         """As `EagleDraft.unroll`; the chain of a model on tokens alone is its causal output."""
         length = batch.tokens.shape[1]
         dtype = self.head.weight.dtype
@@ -54,4 +54,6 @@ class SmallDraft(nn.Module):
         for layer in self.layers:
             x = layer(x, cos, sin, [])
         x = rms_norm(x, self.final_norm, self.config.rms_norm_eps)
-        return Chains([x[:, step + 1 + first_root :] for step in range(min(steps, length - 1 - first_root))], [])
+        steps = min(steps, length - 1 - first_root)
+        firsts = [0 if every > 1 else first_root, *[first_root] * (steps - 1)]
+        return Chains([x[:, s + 1 + first :: every if s else 1] for s, first in enumerate(firsts[:steps])], [])

@@ -77,10 +77,12 @@ class EagleDraft(nn.Module):
         self.final_norm.copy_(target.final_norm)
         self.head.weight.copy_(target.head_weight[self.vocabulary.draft_vocab])
 
-    def unroll(self, batch: Batch, steps: int, first_root: int = 0) -> Chains:
+    def unroll(self, batch: Batch, steps: int, first_root: int = 0, every: int = 1) -> Chains:
         """Chain steps 0..steps-1, rooted at every position from `first_root` on.
 
         The state of root t at step s has seen the target's features up to t and the true tokens up to t + 1 + s.
+        With `every` > 1 the first step covers all positions, and the chain goes on from roots `first_root`,
+        `first_root + every`, ... only: later steps teach much the same, so a sample of them saves half of the work.
         """
         eps = self.config.rms_norm_eps
         length = batch.tokens.shape[1]
@@ -96,25 +98,27 @@ class EagleDraft(nn.Module):
         found, errors = [], []
         for step in range(steps):
             width = length - 1 - step
-            if width <= first_root:
+            roots = torch.arange(first_root if step else 0, width, every if step else 1, device=cos.device)
+            if width <= (first_root if step or every == 1 else 0):
                 break
-            first = first_root if step else 0
             # Roots whose chain would run past the row's end are dropped, here and from the keys kept so far.
-            pasts = [_shortened(past, width, first_root) for past in pasts]
-            x = source[:, : width - first] + self.token(tokens[:, step + 1 + first :])
-            at = slice(step + 1 + first, step + 1 + width)
+            pasts = [_shortened(past, width, len(roots)) for past in pasts]
+            x = source[:, : len(roots)] + self.token(tokens[:, roots + step + 1])
             for layer, past in zip(self.layers, pasts, strict=True):
-                x = layer(x, cos[:, at], sin[:, at], past)
-            x = x[:, first_root - first :]
-            found.append(rms_norm(x, self.final_norm, eps))
+                x = layer(x, cos[:, roots + step + 1], sin[:, roots + step + 1], past, roots)
+            if step == 0:
+                found.append(rms_norm(x if every > 1 else x[:, first_root:], self.final_norm, eps))
+                x, roots = x[:, first_root::every], roots[first_root::every]
+            else:
+                found.append(rms_norm(x, self.final_norm, eps))
             source = self.carry(rms_norm(x, self.carry_norm, eps))
-            wanted = fused[:, step + 1 + first_root :].detach().float()
+            wanted = fused[:, roots + step + 1].detach().float()
             distance = (source.float() - wanted).square().mean(-1)
             errors.append(distance / wanted.square().mean(-1).clamp(min=1e-6))
         return Chains(found, errors)
 
 
-def _shortened(past: KeysValues, width: int, first_root: int) -> KeysValues:
-    """Drop roots from `width` on: the roots' keys hold all positions, later steps' only those from `first_root`."""
-    ends = [width] + [width - first_root] * (len(past) - 1)
+def _shortened(past: KeysValues, width: int, num_roots: int) -> KeysValues:
+    """Drop what runs over: the roots' keys hold all positions, later steps' only those of the chains."""
+    ends = [width] + [num_roots] * (len(past) - 1)
     return [(k[:, :end], v[:, :end]) for end, (k, v) in zip(ends, past, strict=False)]

@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 
 from distill.data import Batch, Shard, collate
-from distill.losses import Objective, overlap, soft_targets
+from distill.losses import overlap, soft_targets
+from distill.settings import Objective
 from distill.trainer import Draft
 
 Bits = npt.NDArray[np.bool_]

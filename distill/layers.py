@@ -23,7 +23,7 @@ class Chains:
     """What unrolling a draft from every root gives; lists by chain step s = 0, 1, ..."""
 
     hidden: list[Tensor]
-    """Entry s [R, T - 1 - s - first_root, H]: the final state of root t, which scores token t + 2 + s."""
+    """Entry s [R, roots, H]: the final state of root t, which scores token t + 2 + s."""
     feature_errors: list[Tensor]
     """Entry s [R, roots] float32: mean squared distance of what step s + 1 is fed to the target's fused feature that
     it stands in for, relative to that feature's size. Empty for drafts without features."""
@@ -54,21 +54,24 @@ class DraftLayer(nn.Module):
         self.up = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
         self.down = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: KeysValues) -> Tensor:
-        """x [R, T, H], cos and sin [1, T, 1, d] -> [R, T, H]; this step's keys and values are appended to `past`."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: KeysValues, roots: Tensor | None = None) -> Tensor:
+        """x [R, T, H], cos and sin [1, T, 1, d] -> [R, T, H]; this step's keys and values are appended to `past`.
+
+        `roots` [T] int64 says which roots the queries of a later step belong to; by default the last ones.
+        """
         c = self.config
         h = rms_norm(x, self.input_norm, c.rms_norm_eps)
         q = rotate(torch.unflatten(self.q(h), -1, (-1, c.head_dim)), cos, sin)
         k = rotate(torch.unflatten(self.k(h), -1, (-1, c.head_dim)), cos, sin)
         past.append((k, torch.unflatten(self.v(h), -1, (-1, c.head_dim))))
-        x = x + self.o(chain_attention(q, past).flatten(2))
+        x = x + self.o(chain_attention(q, past, roots).flatten(2))
         h = rms_norm(x, self.post_norm, c.rms_norm_eps)
         down: Tensor = self.down(F.silu(self.gate(h)) * self.up(h))
         return x + down
 
 
-def chain_attention(q: Tensor, past: KeysValues) -> Tensor:
-    """q [R, T, heads, d] over `past` as drawn in `DraftLayer` -> [R, T, heads, d]."""
+def chain_attention(q: Tensor, past: KeysValues, roots: Tensor | None = None) -> Tensor:
+    """q [R, T, heads, d] over `past` as drawn in `DraftLayer` -> [R, T, heads, d]; `roots` as there."""
     (root_k, root_v), chain = past[0], past[1:]
     groups = q.shape[2] // root_k.shape[2]
     if not chain:
@@ -83,7 +86,8 @@ def chain_attention(q: Tensor, past: KeysValues) -> Tensor:
     keys, values = (value.transpose(1, 2).unsqueeze(2) for value in (root_k, root_v))  # [R, kv, 1, T, d]
     rows, length = q.shape[-2], keys.shape[-2]
     scores = q @ keys.transpose(-1, -2)
-    hidden = torch.ones(rows, length, dtype=torch.bool, device=q.device).triu(1 + length - rows)
+    positions = torch.arange(length, device=q.device)
+    hidden = positions > (positions[length - rows :] if roots is None else roots)[:, None]
     scores = scores.masked_fill(hidden, float("-inf"))
     own = [(q * k.transpose(1, 2).unsqueeze(2)).sum(-1, keepdim=True) for k, _ in chain]
     weights = torch.cat((scores, *own), dim=-1).softmax(-1, dtype=torch.float32).to(q.dtype)

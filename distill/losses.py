@@ -6,26 +6,12 @@ the same pass). The target's law arrives as its likeliest tokens with log-probab
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Objective:
-    """Weights of the parts of the loss."""
-
-    kl_weight: float = 1.0
-    ce_weight: float = 0.2
-    """Cross-entropy to the target's likeliest token: what greedy acceptance asks for."""
-    temperature: float = 1.0
-    """Of the target's law in the KL part."""
-    feature_weight: float = 0.0
-    """Feature regression, for drafts that stand in for the target's features (Li et al. 2024, EAGLE)."""
-    step_decay: float = 0.8
-    """Loss weight of unrolled step s is step_decay ** s (Li et al. 2025, EAGLE-3)."""
+from distill.settings import Objective
 
 
 def soft_targets(
@@ -60,9 +46,9 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, head: Tensor, rows: Tensor, weights: Tensor, scale: Tensor, chunk: int
-    ) -> tuple[Tensor, Tensor]:
-        """hidden [N, H], head [V, H], rows and weights [N, M], scale [N] -> loss [], best rows [N]."""
-        total = hidden.new_zeros((), dtype=torch.float32)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden [N, H], head [V, H], rows and weights [N, M], scale [N] -> loss [], best rows [N], unscaled [N]."""
+        each = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         grad_hidden, grad_head = (
             torch.empty_like(hidden),
             torch.zeros(head.shape, dtype=torch.float32, device=head.device),
@@ -70,21 +56,26 @@ class HeadLoss(torch.autograd.Function):
         best = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
         for start in range(0, hidden.shape[0], chunk):
             part = slice(start, start + chunk)
-            logits = (hidden[part] @ head.T).float()
-            best[part] = logits.argmax(-1)
-            scaled = weights[part] * scale[part, None]
-            mass = scaled.sum(-1, keepdim=True)
-            logprobs = logits.log_softmax(-1)
-            total += -(scaled * logprobs.gather(1, rows[part])).sum()
-            grad = logprobs.exp_().mul_(mass).scatter_add_(1, rows[part], -scaled).to(hidden.dtype)
+            grad = hidden[part] @ head.T
+            # Few rows at a time in float32, so that they stay in the processor's cache.
+            for first in range(start, min(start + chunk, hidden.shape[0]), 64):
+                at = slice(first, min(first + 64, start + chunk))
+                logits = grad[first - start : first - start + 64].float()
+                best[at] = logits.argmax(-1)
+                logprobs = logits.log_softmax(-1)
+                each[at] = -(weights[at] * logprobs.gather(1, rows[at])).sum(-1)
+                scaled = weights[at] * scale[at, None]
+                mass = scaled.sum(-1, keepdim=True)
+                logprobs.exp_().mul_(mass).scatter_add_(1, rows[at], -scaled)
+                grad[first - start : first - start + 64] = logprobs
             grad_hidden[part] = grad @ head
             grad_head += grad.T @ hidden[part]
         ctx.save_for_backward(grad_hidden, grad_head.to(head.dtype))
-        ctx.mark_non_differentiable(best)
-        return total, best
+        ctx.mark_non_differentiable(best, each)
+        return (each * scale).sum(), best, each
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         """The stored gradients times the incoming one."""
         grad_hidden, grad_head = ctx.saved_tensors
         return grad_hidden * grad_loss, grad_head * grad_loss, None, None, None, None
@@ -92,10 +83,10 @@ class HeadLoss(torch.autograd.Function):
 
 def head_loss(
     hidden: Tensor, head: Tensor, rows: Tensor, weights: Tensor, scale: Tensor, *, chunk: int = 1024
-) -> tuple[Tensor, Tensor]:
-    """Summed loss and the draft's best row per position; see `HeadLoss`."""
-    loss, best = HeadLoss.apply(hidden, head, rows, weights, scale, chunk)  # type: ignore[no-untyped-call]
-    return loss, best
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Summed loss, the draft's best row per position and each position's unscaled loss; see `HeadLoss`."""
+    loss, best, each = HeadLoss.apply(hidden, head, rows, weights, scale, chunk)  # type: ignore[no-untyped-call]
+    return loss, best, each
 
 
 def overlap(draft_logits: Tensor, rows: Tensor, top_logprobs: Tensor, present: Tensor, temperature: float) -> Tensor:

@@ -10,8 +10,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from distill.losses import Objective
-from distill.trainer import TrainConfig
+from distill.settings import Objective, TrainConfig
 
 
 def add_distill_parser(subparsers: Any) -> None:
@@ -76,6 +75,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, default=6_000_000, help="training budget, token positions")
     add("--time", type=float, default=None, metavar="MIN", help="training time at most; run again to continue")
     add("--unroll", type=int, default=3, help="chain steps seen in training")
+    add("--chain-every", type=int, default=TrainConfig.chain_every, help="roots per chain beyond its first step")
+    add("--cooldown", type=float, default=0.0, metavar="MIN", help="with --time: the rate falls over the last minutes")
     add("--lr", type=float, default=TrainConfig.lr, help="AdamW's rate, of norms and (halved) of the head")
     add("--muon-lr", type=float, default=TrainConfig.muon_lr, help="Muon's rate, of the other matrices")
     add("--adamw", action="store_true", help="AdamW for all weights")

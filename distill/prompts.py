@@ -40,7 +40,8 @@ def prompts(sources: Sources, seed: int, mix: dict[str, float] | None = None) ->
     while True:
         kind = rng.choices(kinds, shares)[0]
         first = MAKERS[kind](rng, sources)
-        follow = (rng.choice(t.FOLLOW_UPS),) if kind in FOLLOWED and rng.random() < 0.3 else ()
+        count = rng.choice((0, 1, 1, 2)) if kind in GROUNDED else int(kind in FOLLOWED and rng.random() < 0.3)
+        follow = [rng.choice(t.PASSAGE_FOLLOW_UPS if kind in GROUNDED else t.FOLLOW_UPS) for _ in range(count)]
         yield Prompt(kind, (first, *follow))
 
 
@@ -202,4 +203,6 @@ MIX = {
     "reasoning": 0.6,
     "knowledge": 1.0,
 }
+GROUNDED = frozenset({"summarization", "reading"})
+"""Long prompts: more turns over the same passage are cheap, since it is read once."""
 FOLLOWED = frozenset({"coding", "writing", "roleplay", "reasoning", "knowledge", "question", "mathematics"})

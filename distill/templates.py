@@ -291,3 +291,17 @@ FOLLOW_UPS = [
     "What are the limitations?",
     "Translate your answer into French.",
 ]
+PASSAGE_FOLLOW_UPS = [
+    "Make it shorter.",
+    "Which names, places and numbers does the text mention?",
+    "Quote the sentence that supports this.",
+    "What is the most important point of the text?",
+    "Rewrite it as a list of points.",
+    "Give the text a title.",
+    "What does the first part of the text say?",
+    "And what does the end of the text say?",
+    "Write three questions that the text answers, with their answers.",
+    "Explain it to a child.",
+    "Summarize the text in one sentence.",
+    "Answer again, using only words of the text.",
+]

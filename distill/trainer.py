@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from distill.data import Batch, batches
 from distill.layers import Chains, VocabularyMap
-from distill.losses import Objective, head_loss, soft_targets
+from distill.losses import head_loss, soft_targets
+from distill.settings import TrainConfig
 
 
 class Draft(Protocol):
@@ -29,44 +30,11 @@ class Draft(Protocol):
     vocabulary: VocabularyMap
     head: nn.Linear
 
-    def unroll(self, batch: Batch, steps: int, first_root: int = 0) -> Chains:
+    def unroll(self, batch: Batch, steps: int, first_root: int = 0, every: int = 1) -> Chains:
         """Final hidden states per chain step; see `EagleDraft.unroll`."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """As of `nn.Module`."""
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """One training run; all of it is stored with the checkpoint."""
-
-    steps: int = 3
-    """Chain steps unrolled."""
-    row_len: int = 256
-    batch_tokens: int = 1024
-    lr: float = 1e-3
-    head_lr_scale: float = 0.5
-    muon: bool = True
-    """Muon for the matrices (Jordan et al. 2024); AdamW otherwise, and always for the head and the norms."""
-    muon_lr: float = 0.02
-    weight_decay: float = 0.05
-    warmup: float = 0.03
-    """Fraction of the budget; after it the rate falls as a cosine to a twentieth."""
-    constant: bool = False
-    """Hold the rate after the warm-up instead: for runs whose data and budget still grow."""
-    average: float = 0.998
-    """Decay of the running average of the weights, which is what a finished or stopped run leaves; 0 is none."""
-    budget_tokens: int = 2_000_000
-    """Token positions read, counted once per pass."""
-    time_s: float | None = None
-    """Stop by then, schedule unfinished; resuming continues it."""
-    prompt_weight: float = 0.4
-    """Loss weight of positions the target did not write."""
-    feature_noise: float = 0.0
-    """Uniform noise of this relative size on features (Li et al. 2024, EAGLE)."""
-    seed: int = 0
-    checkpoint_s: float = 120.0
-    objective: Objective = field(default_factory=Objective)
 
 
 @dataclass(frozen=True)
@@ -83,29 +51,63 @@ class Progress:
     tokens_per_s: float
 
 
-def step_loss(draft: Draft, batch: Batch, config: TrainConfig) -> tuple[Tensor, list[float], list[float], float]:
-    """Mean loss of a batch; summed loss and hits per step, and the positions' total weight at step 0."""
-    total: Tensor | None = None
-    losses, hits = [], []
-    count = float(batch.weight[:, 1:].sum())
-    chains = draft.unroll(batch, config.steps)
-    for step, hidden in enumerate(chains.hidden):
-        at = slice(step + 1, None)  # root t is scored at step s by the law that the target had at t + 1 + s
-        ids, logprobs = batch.top_ids[:, at].flatten(0, 1), batch.top_logprobs[:, at].flatten(0, 1)
-        weight = batch.weight[:, at].flatten()
-        used = weight.nonzero()[:, 0]
-        rows, weights = soft_targets(ids[used], logprobs[used], draft.vocabulary.to_draft, config.objective)
-        loss, best = head_loss(hidden.flatten(0, 1)[used], draft.head.weight, rows, weights, weight[used])
-        right = draft.vocabulary.draft_vocab[best] == ids[used, 0]
-        losses.append(float(loss.detach()))
-        hits.append(float((right * weight[used]).sum()))
-        if config.objective.feature_weight and chains.feature_errors:
-            loss = loss + config.objective.feature_weight * (chains.feature_errors[step] * batch.weight[:, at]).sum()
-        scaled = loss * (config.objective.step_decay**step / max(count, 1.0))
-        total = scaled if total is None else total + scaled
-    if total is None:
+@dataclass(frozen=True)
+class Scored:
+    """One chain step's positions that count, flattened; n of them."""
+
+    hidden: Tensor
+    """[n, H] final states."""
+    rows: Tensor
+    """[n, M] the law to imitate: draft rows, ..."""
+    weights: Tensor
+    """[n, M] ... and their weights; see `soft_targets`."""
+    weight: Tensor
+    """[n] loss weight of the position."""
+    best: Tensor
+    """[n] the target's best token."""
+
+
+def step_loss(
+    draft: Draft, batch: Batch, config: TrainConfig, offset: int = 0
+) -> tuple[Tensor, list[float], list[float], float]:
+    """Mean loss of a batch; summed loss and hits per step, and the positions' total weight at step 0.
+
+    Later chain steps start from positions `offset`, `offset + chain_every`, ...
+    """
+    count = max(float(batch.weight[:, 1:].sum()), 1.0)
+    every = config.chain_every
+    chains = draft.unroll(batch, config.steps, offset, every)
+    if not chains.hidden or batch.tokens.shape[1] < 2:
         raise ValueError("batch: rows of one token have nothing to learn from")
-    return total, losses, hits, count
+    scored: list[Scored] = []
+    errors = torch.zeros((), device=batch.weight.device)
+    for step, hidden in enumerate(chains.hidden):
+        # Root t is scored at step s by the law that the target had at t + 1 + s.
+        at = slice(step + 1 + offset, None, every) if step else slice(1, None)
+        scored.append(_score(draft, batch, hidden, at, every if step else 1, config))
+        if config.objective.feature_weight and chains.feature_errors:
+            fed = batch.weight[:, step + 1 + offset :: every] * every
+            errors = errors + config.objective.step_decay**step * (chains.feature_errors[step] * fed).sum()
+    decays = [config.objective.step_decay**step for step in range(len(scored))]
+    scale = torch.cat([part.weight * decay for part, decay in zip(scored, decays, strict=True)])
+    hidden, rows, weights = (torch.cat([getattr(p, name) for p in scored]) for name in ("hidden", "rows", "weights"))
+    loss, best, each = head_loss(hidden, draft.head.weight, rows, weights, scale)
+    losses, hits, start = [], [], 0
+    for part in scored:
+        at = slice(start, start + len(part.weight))
+        losses.append(float((each[at] * part.weight).sum()))
+        hits.append(float(((draft.vocabulary.draft_vocab[best[at]] == part.best) * part.weight).sum()))
+        start = at.stop
+    return (loss + config.objective.feature_weight * errors) / count, losses, hits, count
+
+
+def _score(draft: Draft, batch: Batch, hidden: Tensor, at: slice, fold: int, config: TrainConfig) -> Scored:
+    """States hidden [R, roots, H] against the laws at positions `at`; each stands for `fold` positions."""
+    ids, logprobs = batch.top_ids[:, at].flatten(0, 1), batch.top_logprobs[:, at].flatten(0, 1)
+    weight = batch.weight[:, at].flatten() * fold
+    used = weight.nonzero()[:, 0]
+    rows, weights = soft_targets(ids[used], logprobs[used], draft.vocabulary.to_draft, config.objective)
+    return Scored(hidden.flatten(0, 1)[used], rows, weights, weight[used], ids[used, 0])
 
 
 class Masters:
@@ -228,9 +230,12 @@ def train(
         elapsed = time.monotonic() - began
         if tokens >= config.budget_tokens or (config.time_s is not None and elapsed > config.time_s):
             break
-        loss, losses, hits, count = step_loss(draft, _noisy(batch, config, noise).to(device), config)  # type: ignore[arg-type]
+        offset = int(torch.randint(config.chain_every, (), generator=noise))
+        loss, losses, hits, count = step_loss(draft, _noisy(batch, config, noise).to(device), config, offset)  # type: ignore[arg-type]
         loss.backward()  # type: ignore[no-untyped-call]
         scale = rate(tokens / config.budget_tokens, config.warmup, constant=config.constant)
+        if config.time_s is not None and config.cooldown_s:
+            scale *= min(max((config.time_s - elapsed) / config.cooldown_s, 0.01), 1.0)
         masters.step(scale)
         tokens += int((batch.weight > 0).sum())
         meter.add(losses, hits, count)

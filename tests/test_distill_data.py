@@ -139,6 +139,17 @@ def test_resumed_batches_continue_the_pass(tmp_path: Path) -> None:
     assert firsts(4, 24 - later) == whole[later:]
 
 
+def test_a_shard_that_appears_is_read_next(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, "s", {}, shard_tokens=40)
+    for number in range(4):
+        writer.add(document(40, first=1000 * number))
+    source = batches([tmp_path], row_len=40, batch_tokens=40, seed=3, prompt_weight=0.1, group=2)
+    seen = [int(next(source)[1].tokens[0, 0]) for _ in range(6)]
+    assert sorted(seen[:4]) == [0, 1000, 2000, 3000]
+    writer.add(document(40, first=9000))
+    assert int(next(source)[1].tokens[0, 0]) == 9000
+
+
 def test_no_shards_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no finished shards"):
         next(batches([tmp_path], row_len=8, batch_tokens=8, seed=0, prompt_weight=0.0))

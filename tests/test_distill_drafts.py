@@ -75,6 +75,19 @@ def test_unrolled_chains_equal_chains_run_alone(target: FrozenTarget, num_layers
                 torch.testing.assert_close(unrolled[step][0, root - first_root], alone[step], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("offset", [0, 1, 2])
+@pytest.mark.parametrize("length", [4, 5, 14])
+def test_sampled_chains_are_those_of_all_roots(target: FrozenTarget, length: int, offset: int) -> None:
+    batch = random_batch(2, length)
+    for draft in (eagle(target, 2), SmallDraft(target.config, VOCABULARY, target.embed, num_layers=1)):
+        with torch.no_grad():
+            first, *later = draft.unroll(batch, 3).hidden
+            sampled, *sampled_later = draft.unroll(batch, 3, offset, every=3).hidden
+        torch.testing.assert_close(sampled, first)
+        for all_roots, some in zip(later, sampled_later, strict=False):
+            torch.testing.assert_close(some, all_roots[:, offset::3])
+
+
 def test_chains_never_see_later_features_or_tokens(target: FrozenTarget) -> None:
     draft, batch, root = eagle(target, 1), random_batch(1, 14), 5
     tokens, features = batch.tokens.clone(), batch.features.clone()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distill.losses import Objective, head_loss, overlap, soft_targets
+from distill.losses import head_loss, overlap, soft_targets
+from distill.settings import Objective
 
 
 def plain_loss(
@@ -25,9 +26,10 @@ def test_fused_loss_and_gradients_equal_the_plain_ones(chunk: int) -> None:
     scale = torch.rand(20)
     expected = plain_loss(hidden, head, rows, weights, scale)
     wanted = torch.autograd.grad(expected * 3, (hidden, head))
-    loss, best = head_loss(hidden, head, rows, weights, scale, chunk=chunk)
+    loss, best, each = head_loss(hidden, head, rows, weights, scale, chunk=chunk)
     given = torch.autograd.grad(loss * 3, (hidden, head))
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close((each * scale).sum(), expected, rtol=1e-5, atol=1e-5)
     for a, b in zip(given, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     assert (best == (hidden @ head.T).argmax(-1)).all()

@@ -18,7 +18,8 @@ from distill.draft import SmallDraft
 from distill.eagle import EagleDraft
 from distill.evaluate import evaluate, walk
 from distill.options import add_distill_parser
-from distill.trainer import TrainConfig, rate, train
+from distill.settings import TrainConfig
+from distill.trainer import rate, train
 from tests.distill_fakes import VOCAB, open_target, write_shards, write_target
 from tests.tiny_tokenizer import byte_level
 
