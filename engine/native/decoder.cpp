@@ -244,6 +244,7 @@ struct Plan {
   const int32_t *token_ids, *slots, *q_lens, *kv_lens, *block_tables, *logit_rows, *feature_layers;
   const float *cos, *sin;  // [num_rows, head_dim / 2]
   bf16 *const *keys, *const *values;  // one of each per layer
+  const bf16* embedded;  // [num_rows, hidden] what enters the first layer; null: the embedding of token_ids
   float* logits;  // [num_logits, vocab]
   bf16* features;  // [num_rows, num_features * hidden], or null
 };
@@ -297,10 +298,12 @@ class Model {
     context_.get(rows * shape_.heads * shape_.head_dim);
     inner_.get(rows * shape_.inner);
     split_attention(plan);
-    for (long row = 0; row < rows; ++row)
+    for (long row = 0; row < rows; ++row) {
+      const bf16* from = plan.embedded ? plan.embedded + row * shape_.hidden
+                                       : embedding_ + static_cast<long>(plan.token_ids[row]) * shape_.hidden;
       for (int i = 0; i < shape_.hidden; i += kLanes)
-        _mm512_store_ps(residual_.data + row * shape_.hidden + i,
-                        load_bf16(embedding_ + static_cast<long>(plan.token_ids[row]) * shape_.hidden + i));
+        _mm512_store_ps(residual_.data + row * shape_.hidden + i, load_bf16(from + i));
+    }
     int feature = 0;
     for (int layer = 0; layer < shape_.num_layers; ++layer) {
       attend(plan, layers_[layer], plan.keys[layer], plan.values[layer]);

@@ -69,7 +69,8 @@ class NativeDecoder:
         self.num_kv_heads = config.num_kv_heads
         self.logit_width = config.draft_vocab_size or config.vocab_size
         self._library = load_library()
-        self._kept: list[Any] = [weights.embedding]
+        self.embedding = weights.embedding
+        self._kept: list[Any] = []
         self._inverse_freq = inverse_frequencies(config)
         self._feature_layers = np.array(feature_layers, np.int32)
         self._addresses: tuple[list[LayerCache], Any, Any] | None = None
@@ -94,11 +95,15 @@ class NativeDecoder:
         )
         weakref.finalize(self, self._library.model_free, self._model)
 
-    def forward(self, plan: ForwardPlan, caches: list[LayerCache]) -> ForwardResult:
+    def forward(
+        self, plan: ForwardPlan, caches: list[LayerCache], embedded: torch.Tensor | None = None
+    ) -> ForwardResult:
         """As `Decoder.forward`; each row's result is the same whatever rows are beside it."""
         keys, values = self._cache_addresses(caches)
         angles = torch.from_numpy(plan.positions)[:, None].float() * self._inverse_freq  # [N, head_dim / 2]
         cos, sin = angles.cos(), angles.sin()
+        if embedded is not None:
+            embedded = embedded.to(torch.bfloat16).contiguous()
         num_rows, num_logits = len(plan.token_ids), len(plan.logit_rows)
         logits = torch.empty(num_logits, self.logit_width, dtype=torch.float32)
         width = len(self.feature_layers) * self.config.hidden_size
@@ -117,6 +122,7 @@ class NativeDecoder:
             *(array.ctypes.data for array in integers),
             *(cos.data_ptr(), sin.data_ptr()),
             *(ctypes.addressof(keys), ctypes.addressof(values)),
+            embedded.data_ptr() if embedded is not None else None,
             logits.data_ptr(),
             features.data_ptr() if features is not None else None,
         )

@@ -65,7 +65,7 @@ class Plan(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in (
                 *("token_ids", "slots", "q_lens", "kv_lens", "block_tables", "logit_rows", "feature_layers"),
-                *("cos", "sin", "keys", "values", "logits", "features"),
+                *("cos", "sin", "keys", "values", "embedded", "logits", "features"),
             )
         ),
     ]
