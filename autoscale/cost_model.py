@@ -31,7 +31,7 @@ TRUST = 20.0
 """Observations that a measured value is worth."""
 MAX_CONTEXT_RATE = 1e-4
 """Seconds per cached token; far above any machine, a guard against a runaway slope."""
-FADE = 0.998
+FADE = 0.99
 """Per observation: what was not seen for long is trusted less, and learns faster when it is seen again."""
 PACE_RATE, PACE_STEP = 0.1, 0.5
 """Share of a step's deviation that `pace` follows, and the largest deviation (in log) that it believes."""
@@ -126,7 +126,7 @@ class CostModel:
         trust: observations that the table's values are worth; 0 where they are a guess.
     """
 
-    def __init__(self, table: CostTable, *, rate: float = 0.05, trust: float = TRUST) -> None:
+    def __init__(self, table: CostTable, *, rate: float = 0.02, trust: float = TRUST) -> None:
         self._verify = Curve(ROW_KNOTS, table.verify_s, trust=trust)
         self._pass = Curve(BATCH_KNOTS, table.pass_s, trust=trust)
         self._context_s = table.context_s

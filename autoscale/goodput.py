@@ -105,9 +105,12 @@ class Goodput:
         choices = [_NOT_BELIEVED if worth_probing else _TOO_MANY] * len(decodes)
         if mode == "probe":
             willing = [i for i, r in enumerate(decodes) if r.submit.speculative.enabled]
-            asked = willing[: max(PROBE_REQUESTS, len(willing) // 8)]
-            for index in asked:
-                choices[index] = Choice(min(PROBE_K, width), "probe")
+            if worth_probing:  # acceptance is in doubt: a few requests tell it
+                willing, k = willing[: max(PROBE_REQUESTS, len(willing) // 8)], min(PROBE_K, width)
+            else:  # costs are in doubt: what would be chosen if they were lower
+                k = 1
+            for index in willing:
+                choices[index] = Choice(k, "probe")
         elif mode == "look":
             choices = [_LOOK] * len(decodes)
         return choices
@@ -190,6 +193,7 @@ PRIORS: dict[str, tuple[float, ...]] = {
     "none": (0.0,),
     "ngram": (0.4, 0.6, 0.7),  # given that something matched; a long match goes on matching
     "draft_model": (0.75,),
+    "eagle": (0.75,),
 }
 """Acceptance by position before anything was seen, per drafting method. Hopeful on purpose: a step or two of drafting
 tells the truth, while a draft that is never tried never shows it."""

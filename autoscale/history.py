@@ -64,6 +64,7 @@ class History:
             now_s: unix time, never earlier than before by more than a clock correction.
         """
         self._last_report_s[engine_id] = now_s
+        plan = _command(plan)
         if not self._changes or self._changes[-1].plan != plan:
             self._changes.append(PlanChange(now_s, plan))
         if observation.num_steps == 0:
@@ -83,8 +84,13 @@ class History:
         return HistoryView(
             now_s=now_s,
             num_engines=len(self._last_report_s),
-            plan=plan,
+            plan=_command(plan),
             seconds=tuple(second for second in self._seconds if second.time_s >= int(begin_s)),
             # The first plan is where history begins, not a change.
             changes=tuple(change for change in list(self._changes)[1:] if change.time_s >= begin_s),
         )
+
+
+def _command(plan: Plan) -> Plan:
+    """What a plan orders; priors are too much for a page that asks every second."""
+    return replace(plan, priors=())

@@ -13,13 +13,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from autoscale.cost_model import BATCH_KNOTS, ROW_KNOTS, CostTable
+from autoscale.cost_model import BATCH_KNOTS, ROW_KNOTS, CostTable, Curve
 from engine.draft_protocol import Answer, OrderRow
 from engine.step import ForwardPlan
 
@@ -27,7 +27,10 @@ SHORT_CONTEXT, LONG_CONTEXT = 32, 512
 REPEATS = 3
 SPAN_ROWS = 4
 """Rows per span of a timed forward: between a plain decode and a long verification."""
-VERSION = 1
+SPOT_ROWS = (1, 16)
+SPOT_LIMIT = 1.3
+"""A kept table is measured anew when a forward takes this many times longer or shorter than it says."""
+VERSION = 2
 _PROFILE_KEY = 1 << 62
 """Above every request's key."""
 
@@ -46,15 +49,10 @@ def profile_target(
         A table without draft costs; rows that do not fit are extended with the last slope.
     """
 
+    limits = _Limits(block_size, num_blocks, max_rows, max_spans)
+
     def timed(rows: int, context: int) -> float | None:
-        num_spans = min(max_spans, -(-rows // SPAN_ROWS))
-        q_lens = [rows // num_spans + (index < rows % num_spans) for index in range(num_spans)]
-        width = -(-(context + max(q_lens)) // block_size)
-        if rows > max_rows or num_spans * width > num_blocks - 1:
-            return None
-        plan = _plan(q_lens, context, width, block_size)
-        forward(plan)
-        return statistics.median(_seconds(lambda: forward(plan)) for _ in range(REPEATS))
+        return _timed(forward, limits, rows, context)
 
     values: list[float] = []
     for rows in ROW_KNOTS:
@@ -69,6 +67,28 @@ def profile_target(
     num_spans = -(-few // SPAN_ROWS)
     rate = (long - short) / ((LONG_CONTEXT - SHORT_CONTEXT) * num_spans) if short and long else 0.0
     return CostTable(tuple(values), (0.0,) * len(BATCH_KNOTS), context_s=max(0.0, rate))
+
+
+def still_holds(
+    table: CostTable,
+    forward: Callable[[ForwardPlan], object],
+    *,
+    block_size: int,
+    num_blocks: int,
+    max_rows: int,
+    max_spans: int,
+) -> bool:
+    """Whether a few forwards take about as long as a table of another day says; arguments as in `profile_target`."""
+    limits = _Limits(block_size, num_blocks, max_rows, max_spans)
+    curve = Curve(ROW_KNOTS, table.verify_s)
+    for rows in SPOT_ROWS:
+        seconds = _timed(forward, limits, rows, SHORT_CONTEXT)
+        if seconds is None:
+            continue
+        ratio = seconds / (curve.at(rows) + table.context_s * SHORT_CONTEXT * limits.spans(rows))
+        if not 1 / SPOT_LIMIT < ratio < SPOT_LIMIT:
+            return False
+    return True
 
 
 def profile_draft(
@@ -112,6 +132,32 @@ def profile_draft(
         feed_s=min(feeds),
         handoff_s=statistics.median(handoffs),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """Of one forward."""
+
+    block_size: int
+    num_blocks: int
+    max_rows: int
+    max_spans: int
+
+    def spans(self, rows: int) -> int:
+        """Over which so many rows are spread."""
+        return min(self.max_spans, -(-rows // SPAN_ROWS))
+
+
+def _timed(forward: Callable[[ForwardPlan], object], limits: _Limits, rows: int, context: int) -> float | None:
+    """Seconds of a forward over so many rows with `context` tokens per span; None where it does not fit."""
+    num_spans = limits.spans(rows)
+    q_lens = [rows // num_spans + (index < rows % num_spans) for index in range(num_spans)]
+    width = -(-(context + max(q_lens)) // limits.block_size)
+    if rows > limits.max_rows or num_spans * width > limits.num_blocks - 1:
+        return None
+    plan = _plan(q_lens, context, width, limits.block_size)
+    forward(plan)
+    return statistics.median(_seconds(lambda: forward(plan)) for _ in range(REPEATS))
 
 
 def _order(key: int, start: int, num_feed: int, k: int) -> OrderRow:

@@ -8,7 +8,7 @@ hour takes a second.
     on   --gain <= off_gain for dwell_s-->  off
     off  --gain >= on_gain  for dwell_s-->  on
     off  --every probe_s, doubling-->       probe for some steps, so that acceptance is not judged by old evidence
-    on   --every look_s-->                  look for some steps what a step without drafts costs now
+    on   --every look_s, doubling-->        look for some steps what a step without drafts costs now
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ class ToggleParams:
     longest_probe_s: float = 30.0
     probe_steps: int = 6
     """Drafting steps of one probe."""
-    look_s: float = 10.0
+    doubtful_probe_s: float = 30.0
+    """Before probing where costs say that no draft could pay: they may be wrong, too."""
+    first_look_s: float = 1.0
+    longest_look_s: float = 30.0
     look_steps: int = 3
     """Steps without drafts of one look."""
 
@@ -46,7 +49,8 @@ class Toggle:
         self._probe_s = params.first_probe_s
         self._next_probe_s = 0.0
         self._probe_left = 0
-        self._next_look_s = params.look_s
+        self._look_s = params.first_look_s
+        self._next_look_s = params.first_look_s
         self._look_left = 0
         self.num_switches = 0
         self.num_probes = 0
@@ -75,7 +79,7 @@ class Toggle:
             return self._look(now_s)
         if self._probe_left > 0:
             return "probe"
-        if worth_probing and now_s >= self._next_probe_s:
+        if now_s >= self._next_probe_s + (0.0 if worth_probing else params.doubtful_probe_s):
             self.num_probes += 1
             self._probe_left = params.probe_steps
             return "probe"
@@ -92,7 +96,8 @@ class Toggle:
 
     def _look(self, now_s: float) -> Mode:
         if now_s >= self._next_look_s:
-            self._next_look_s = now_s + self._params.look_s
+            self._look_s = min(2 * self._look_s, self._params.longest_look_s)
+            self._next_look_s = now_s + self._look_s
             self._look_left = self._params.look_steps
         if self._look_left > 0:
             self._look_left -= 1
@@ -108,5 +113,6 @@ class Toggle:
             self._next_probe_s = now_s + self._probe_s
         else:
             self._probe_s = self._params.first_probe_s
-            self._next_look_s = now_s + self._params.look_s
+            self._look_s = self._params.first_look_s
+            self._next_look_s = now_s + self._look_s
             self._look_left = 0

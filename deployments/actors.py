@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
+import torch
 from ray.exceptions import GetTimeoutError, RayError
 
 from autoscale.controller import Controller, initial_plan
@@ -20,7 +21,7 @@ from autoscale.cost_model import CostTable
 from autoscale.goodput import make_goodput
 from autoscale.observation import Aggregator
 from autoscale.policy import PolicyPacer
-from autoscale.profile import TableCache, profile_draft, profile_target
+from autoscale.profile import TableCache, profile_draft, profile_target, still_holds
 from autoscale.recorder import StepRecorder
 from engine.draft_protocol import Answer, OrderRow
 from engine.draft_worker import DraftWorker
@@ -71,7 +72,7 @@ class ShardActor(ProcessMixin, TargetShard):
         self._costs = TableCache(cache_folder() / "costs", self._identity())
         self._goodput = make_goodput(speculative.method, speculative.k, self._first_costs())
         slot = PlanSlot(initial_plan(speculative))
-        aggregator = Aggregator(self._plain_s)
+        aggregator = Aggregator(self._plain_s, speculative.method)
         self._recorder = recorder = StepRecorder(self._goodput, lambda: slot.current)
         link = ControllerLink(controller_name(app_name), engine_id, slot, aggregator, recorder)
         threading.Thread(target=link.run, name="controller-link", daemon=True).start()
@@ -118,16 +119,16 @@ class ShardActor(ProcessMixin, TargetShard):
 
     def _first_costs(self) -> CostTable:
         """Of the last start on this machine, or measured now."""
+        limits = {
+            "block_size": self.config.kv_block_size,
+            "num_blocks": self.num_blocks,
+            "max_rows": self.config.max_step_tokens,
+            "max_spans": self.config.max_num_requests,
+        }
         kept = self._costs.load()
-        if kept is not None:
+        if kept is not None and still_holds(kept, self.forward, **limits):
             return kept
-        table = profile_target(
-            self.forward,
-            block_size=self.config.kv_block_size,
-            num_blocks=self.num_blocks,
-            max_rows=self.config.max_step_tokens,
-            max_spans=self.config.max_num_requests,
-        )
+        table = profile_target(self.forward, **limits)
         self._costs.store(table)
         return table
 
@@ -139,6 +140,8 @@ class ShardActor(ProcessMixin, TargetShard):
             "draft": str(engine.speculative.draft),
             "device": engine.device,
             "dtype": engine.dtype,
+            "kernel": type(self._model).__name__,
+            "torch": torch.__version__,
             "shards": str(engine.tensor_parallel_size),
             "threads": str(threads_per_shard(engine)),
             "block_size": str(engine.kv_block_size),

@@ -67,6 +67,7 @@ def test_pace_is_read_and_changed() -> None:
         return [before.json(), after.json(), again.json()]
 
     (before, after, again), controller = talk(work)
+    assert [plan.pop("priors") for plan in (before, after, again)] == [[]] * 3
     assert before == {"version": 1, "policy": "goodput", "max_k": 4, "max_batch": 16, "enabled": True}
     assert after == {"version": 2, "policy": "fixed", "max_k": 2, "max_batch": 16, "enabled": False}
     assert again == after | {"version": 3, "max_batch": 3}

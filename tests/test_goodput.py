@@ -72,7 +72,7 @@ def test_a_request_that_does_better_than_the_others_is_believed() -> None:
 
 
 def test_the_switch_waits_and_does_not_flap() -> None:
-    toggle = Toggle(ToggleParams(dwell_s=0.5, look_s=math.inf))
+    toggle = Toggle(ToggleParams(dwell_s=0.5, first_look_s=math.inf))
     rng = np.random.default_rng(0)
     for step in range(2000):  # a gain that hovers between both thresholds
         toggle.decide(1.0 + 0.03 * rng.random(), step * 0.02, worth_probing=False)
