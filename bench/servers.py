@@ -42,11 +42,11 @@ class Server:
 
 
 @contextlib.contextmanager
-def paceline(options: Sequence[str]) -> Iterator[Server]:
-    """This project's server with these options of `paceline serve`."""
+def paceline(options: Sequence[str], *, env: dict[str, str] | None = None) -> Iterator[Server]:
+    """This project's server with these options of `paceline serve`, and these variables beside our own."""
     port = free_port()
     command = [str(Path(sys.executable).with_name("paceline")), "serve", "--port", str(port), *options]
-    with _running(command, port, stop=signal.SIGINT) as url:
+    with _running(command, port, env=env, stop=signal.SIGINT) as url:
         yield Server(url, httpx.get(f"{url}/models").json()["data"][0]["id"])
 
 
