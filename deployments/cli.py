@@ -60,7 +60,7 @@ def _add_serve(commands: Any) -> None:
     )
     serve.add_argument("--config", type=Path, help="deployment file to start from (default: deployments/smollm2.yaml)")
     serve.add_argument("--model", help="folder or Hugging Face id of the target, or smollm2")
-    serve.add_argument("--draft", help="none, ngram, or folder or id of a draft model")
+    serve.add_argument("--draft", help="none, ngram, or folder or id of a draft (default: the file's)")
     serve.add_argument("--k", type=int, help="draft tokens per request and step")
     serve.add_argument("--policy", help="who chooses K: off, fixed, threshold or goodput")
     serve.add_argument("--tp", type=int, metavar="N", help="tensor-parallel target shards")
@@ -144,9 +144,12 @@ def _overridden(args: dict[str, Any], options: argparse.Namespace) -> dict[str, 
     """The file's arguments with the command line's on top."""
     engine = dict(args.get("engine") or {})
     speculative = dict(engine.get("speculative") or {})
-    if options.draft is not None:
-        method = options.draft if options.draft in (NGRAM, NO_DRAFT) else "draft_model"
-        speculative |= {"method": method, "draft": options.draft if method == "draft_model" else None}
+    draft = options.draft
+    if draft is None and options.model not in (None, engine.get("model")) and speculative.get("draft"):
+        draft = NGRAM  # the file's draft imitates the file's model
+    if draft is not None:
+        speculative.pop("method", None)
+        speculative |= {"method": draft, "draft": None} if draft in (NGRAM, NO_DRAFT) else {"draft": draft}
     speculative |= _given(k=options.k, policy=options.policy)
     engine |= _given(
         model=options.model,

@@ -30,6 +30,7 @@ from deployments.shard_client import ShardClient
 from deployments.shard_group import ShardGroup
 from engine.errors import EngineError, EngineUnavailable
 from engine.ledger import Ledger, Readings, merge
+from engine.model_config import ModelConfig
 from engine.placement import threads_per_shard
 from engine.plan import Plan
 from engine.target_shard import ShardReady
@@ -181,7 +182,7 @@ class EngineGroup:
             engine_id=self._engine_id,
             node_id=self._node_id,
             placed=self._placed,
-            has_draft=self._draft_folder is not None,
+            draft=ModelConfig.load(self._draft_folder) if self._draft_folder is not None else None,
             on_draft=self._on_draft,
             on_failed=self._on_failed,
         )

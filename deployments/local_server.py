@@ -20,7 +20,9 @@ from rich.console import Console
 
 from deployments import yaml_config
 from deployments.discovery import clear_dead, targets_folder
+from deployments.drafts import resolve_draft
 from deployments.local_ray import LOOPBACK, LocalRay
+from engine.draft_folder import check_draft
 from engine.errors import ConfigError, EngineUnavailable
 from engine.model_store import resolve_model
 
@@ -51,9 +53,9 @@ def serve(values: dict[str, Any], *, start_timeout_s: float) -> int:
         signal.signal(number, _raise_stopped)
     try:
         console.print(f"Model [bold]{settings.engine.model}[/bold]")
-        resolve_model(settings.engine.model)
+        folder = resolve_model(settings.engine.model)
         if settings.engine.speculative.draft is not None:
-            resolve_model(settings.engine.speculative.draft)
+            check_draft(resolve_draft(settings.engine.speculative.draft, progress=True), folder)
         with console.status("Starting Ray"):
             ray = LocalRay(num_cpus=SPARE_CPUS + settings.num_replicas * 2).__enter__()
         with contextlib.closing(_Closing(ray, console, targets_folder(settings.metrics_dir))):

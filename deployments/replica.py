@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 import ray
 from fastapi import FastAPI
 from ray import serve
 
+from deployments.access import Access
 from deployments.admin import AdminDependencies, add_admin_routes, admin_key
-from deployments.api import ApiDependencies, ApiLimits, build_api
+from deployments.admission import Admission
+from deployments.api import ApiDependencies, ApiLimits, attach, build_api
 from deployments.continuation import ContinuedEngine
+from deployments.drafts import with_draft
 from deployments.engine_group import EngineGroup
+from deployments.keys import KeyRing
 from deployments.observing import ReplicaObserver
-from deployments.settings import AppSettings
+from deployments.settings import AppSettings, LiveSettings, check_live
 from deployments.text import TextCodec
 from deployments.ui_routes import add_ui_routes
 from deployments.vocabulary import check_draft_vocabulary
@@ -35,11 +40,9 @@ class Replica:
     """
 
     async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
-        self._settings = AppSettings.parse(settings)
-        engine = self._settings.engine
-        folder = resolve_model(engine.model, progress=False)
-        draft = engine.speculative.draft
-        draft_folder = resolve_model(draft, progress=False) if draft is not None else None
+        given = AppSettings.parse(settings)
+        folder = resolve_model(given.engine.model, progress=False)
+        self._settings, draft_folder = with_draft(given, folder)
         if draft_folder is not None:
             check_draft_vocabulary(folder, draft_folder)
         self._codec = TextCodec.from_folder(folder)
@@ -55,37 +58,71 @@ class Replica:
         names = {"app": context.app_name, "replica": context.replica_id.unique_id}
         continued = ContinuedEngine(self._group, patience_s=self._settings.resume_timeout_s)
         self._observer = ReplicaObserver(self._settings, continued, self._group.metrics, **names)
+        self._access = Access(
+            keys=KeyRing.load(self._settings.api_keys_file),
+            origins=self._settings.cors_origins,
+            on_refused=self._observer.count_refusal,
+        )
+        self._admission = Admission(self._settings.capacity, on_refused=self._observer.count_refusal)
+        self._live = LiveSettings()
+        self._api: ApiDependencies | None = None
+        self._app: FastAPI | None = None
         self._ready = await self._group.start()
         self._observer.start(asyncio.get_running_loop(), node_ip=ray.util.get_node_ip_address())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve mounts what this returns, once the replica is up."""
+        settings = self._settings
         limits = ApiLimits(
             max_model_len=self._ready.max_model_len,
             vocab_size=self._ready.vocab_size,
-            max_body_bytes=self._settings.max_body_bytes,
+            max_body_bytes=settings.max_body_bytes,
+            max_prompt_tokens=settings.max_prompt_tokens,
         )
-        app = build_api(
-            ApiDependencies(
-                client_provider=lambda: self._observer.engine,
-                codec=self._codec,
-                model_name=self._settings.served_name,
-                created=self._created,
-                limits=limits,
-            )
+        self._api = ApiDependencies(
+            client_provider=lambda: self._observer.engine,
+            codec=self._codec,
+            model_name=settings.served_name,
+            created=self._created,
+            limits=limits,
+            admission=self._admission,
+            timeout_s=settings.request_timeout_s,
         )
+        app = self._app = build_api(self._api, self._access)
+        self._apply(self._live)
         admin = AdminDependencies(
             key=admin_key(),
             plan=self._group.plan,
             override=self._group.override,
-            max_k=self._settings.engine.speculative.k,
+            max_k=settings.engine.speculative.k,
             find=self._observer.engine.find,
         )
         add_admin_routes(app, admin)
-        add_ui_routes(
-            app, model_name=self._settings.served_name, history=self._group.history, health=self._group.health
-        )
+        add_ui_routes(app, model_name=settings.served_name, history=self._group.history, health=self._group.health)
         return app
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Called by Serve with what stands under `user_config:`, at the start and when only that has changed.
+
+        Raises:
+            ConfigError: naming the field; the deployment says so and nothing has changed.
+        """
+        live = LiveSettings.parse(user_config)
+        check_live(live, self._settings)
+        if live.keys_version != self._live.keys_version:
+            self._access.keys = KeyRing.load(self._settings.api_keys_file)
+        self._live = live
+        self._apply(live)
+        if live.pace():
+            await self._group.override(live.pace())
+
+    def _apply(self, live: LiveSettings) -> None:
+        settings = self._settings
+        self._admission.accepts = live.accepts_requests
+        self._admission.capacity = live.max_in_flight or settings.capacity
+        if self._app is not None and self._api is not None:
+            self._api = replace(self._api, timeout_s=live.request_timeout_s or settings.request_timeout_s)
+            attach(self._app, self._api)
 
     async def check_health(self) -> None:
         """Called by Serve; raising a few times in a row has the replica replaced."""

@@ -22,6 +22,7 @@ from deployments.placement import shard_bundle
 from deployments.settings import AppSettings
 from deployments.shard_client import ShardClient
 from engine.errors import ShardDown
+from engine.model_config import ModelConfig
 from engine.placement import threads_per_shard
 from engine.target_shard import ShardReady
 from engine.wire import DraftStatus
@@ -41,7 +42,7 @@ class ShardGroup:
         app_name, engine_id: for the reports to the controller.
         node_id: of this machine.
         placed: Ray options of an actor in a bundle.
-        has_draft: a draft shares shard 0's device.
+        draft: of the draft that shares shard 0's device, and may read its hidden states; None without one.
         on_draft: told when the target gains or loses its draft.
         on_failed: told once, with the reason, when the group ends by itself.
     """
@@ -55,7 +56,7 @@ class ShardGroup:
         engine_id: str,
         node_id: str,
         placed: Callable[[int], dict[str, Any]],
-        has_draft: bool,
+        draft: ModelConfig | None,
         on_draft: Callable[[DraftStatus], None],
         on_failed: Callable[[str], None],
     ) -> None:
@@ -65,7 +66,7 @@ class ShardGroup:
         self._engine_id = engine_id
         self._node_id = node_id
         self._placed = placed
-        self._has_draft = has_draft
+        self._draft = draft
         self._on_draft = on_draft
         self._on_failed = on_failed
         self._shards: list[Any] = []
@@ -144,12 +145,13 @@ class ShardGroup:
         engine = self._settings.engine
         options = self._placed(shard_bundle(engine, rank))
         if engine.device == "cuda":
-            fraction = self._settings.draft_gpu_fraction if rank == 0 and self._has_draft else 0.0
+            fraction = self._settings.draft_gpu_fraction if rank == 0 and self._draft is not None else 0.0
             options["num_gpus"] = 1.0 - fraction
         options["runtime_env"] = {"env_vars": device_env(threads_per_shard(engine))}
         options["max_concurrency"] = 8  # run() keeps one thread for good
         cls = actor(ShardActor, **options)
-        return cls.remote(engine, self._folder, rank=rank, node_id=self._node_id)
+        feature_layers = self._draft.feature_layers if self._draft is not None else ()
+        return cls.remote(engine, self._folder, rank=rank, node_id=self._node_id, feature_layers=feature_layers)
 
     def _run(self, shards: list[Any]) -> None:
         for shard in shards:

@@ -51,8 +51,8 @@ class SpeculativeConfig(Settings):
     """How tokens are drafted."""
 
     method: Method = "ngram"
-    """Who drafts: nobody, prompt lookup, or the model that `draft` names, whose config.json says whether it is one of its
-    own or a head on the target's hidden states. Not needed where `draft` is given."""
+    """Who drafts: nobody, prompt lookup, or the model that `draft` names, whose config.json says whether it is a model
+    of its own or a head on the target's hidden states. Not needed where `draft` is given."""
     draft: str | None = None
     """Folder or Hugging Face id of the draft, or the name of one that ships with Paceline."""
     policy: PolicyName = "goodput"

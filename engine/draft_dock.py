@@ -6,13 +6,13 @@ nothing of the step itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from engine.device_buffers import BufferHandle, TargetEnd, create_draft_buffer
-from engine.draft_protocol import BufferSpec
+from engine.draft_protocol import Answer, BufferSpec, OrderRow
 from engine.drafters.draft_model import DraftLink, RemoteDrafter
 from engine.errors import ConfigError, DraftDown, EngineError
 from engine.wire import DraftStatus
@@ -54,6 +54,22 @@ class FeatureShape:
         if self.width == 0:
             return 0
         return max(2 * self.max_step_rows, min(MAX_FEATURE_ROWS, FEATURE_BYTES // (self.width * self.itemsize)))
+
+
+class _SameEverywhere:
+    """A draft that is asked before there is any request: whatever it is fed, it reads the buffer's first features."""
+
+    def __init__(self, end: TargetEnd) -> None:
+        self._end = end
+        self.probs = end.probs
+        self.features = end.features
+
+    def ask(self, rows: Sequence[OrderRow], released: Sequence[int] = (), *, deadline_s: float) -> Answer:
+        told = [replace(row, feature_rows=(0,) * len(row.feed)) for row in rows]
+        return self._end.ask(told, released, deadline_s=deadline_s)
+
+    def close(self) -> None:
+        """The end belongs to the dock."""
 
 
 class DraftDock:
@@ -149,7 +165,7 @@ class DraftDock:
     def _attach(self, end: TargetEnd, first: Callable[[DraftLink], None] | None) -> None:
         try:
             if first is not None:
-                first(end)
+                first(end if end.features is None else _SameEverywhere(end))
         except DraftDown as error:
             self._report(DraftStatus(up=False, reason=str(error)))
             return
