@@ -69,6 +69,8 @@ class SpeculativeConfig(Settings):
     """Cap on draft weights + KV, as a fraction of device memory."""
     deadline_s: Annotated[float, Field(gt=0, le=60)] = 2.0
     """A draft that has not answered by then counts as hung."""
+    wrong_drafts: bool = False
+    """For benchmarks: what is drafted is replaced by tokens that the target does not choose."""
 
     @model_validator(mode="before")
     @classmethod

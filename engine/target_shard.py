@@ -32,6 +32,7 @@ from engine.drafter import Drafter, NoDrafter
 from engine.drafters.draft_model import DraftLink, RemoteDrafter
 from engine.drafters.forced import ForcedDrafter
 from engine.drafters.ngram import NgramDrafter
+from engine.drafters.wrong import WrongDrafter
 from engine.engine import Engine
 from engine.errors import EngineError, ShardDown
 from engine.grammar import Grammars
@@ -192,7 +193,7 @@ class TargetShard:
         grammars = Grammars(lambda: load_tokenizer_info(self.folder, self._model.config.vocab_size))
         self.engine = engine = Engine(
             scheduler=scheduler,
-            drafter=ForcedDrafter(drafter),
+            drafter=ForcedDrafter(self._spoilt(drafter)),
             verifier=Verifier(self.forward, block_size=config.kv_block_size),
             committer=Committer(pool, scheduler, max_model_len=self._max_model_len),
             streams=Streams(lambda deltas: self._send(StepDeltas(deltas))),
@@ -299,6 +300,11 @@ class TargetShard:
                 on_down=lambda reason: self._send(DraftStatus(up=False, reason=reason)),
             )
         return NoDrafter()
+
+    def _spoilt(self, drafter: Drafter) -> Drafter:
+        if self.config.speculative.wrong_drafts:
+            return WrongDrafter(drafter, self._model.config.vocab_size)
+        return drafter
 
     def _draft_dock(self) -> DraftDock:
         if self._dock is None:
