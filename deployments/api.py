@@ -11,8 +11,10 @@ how tokens are made.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -22,14 +24,25 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from deployments.access import Access, Guard
+from deployments.admission import ANONYMOUS, Admission, Client
 from deployments.answers import AnswerWriter, ChatFormat, CompletionFormat, join
 from deployments.connection import ClientGone, RequestContext, read_body, while_connected
+from deployments.deadline import until
 from deployments.engine_client import EngineClient, Health
 from deployments.fanout import merge
-from deployments.generation import RunningId, RunningIds, make_choice, make_submits, read_pieces
+from deployments.generation import (
+    RunningId,
+    RunningIds,
+    choose_priority,
+    make_choice,
+    make_submits,
+    read_pieces,
+)
 from deployments.http_errors import ModelNotFound, from_validation, routing_error, to_http
 from deployments.openapi import openapi_document
 from deployments.prompts import ApiLimits
@@ -45,6 +58,8 @@ __all__ = ["ApiDependencies", "ApiLimits", "attach", "build_api"]
 
 B = TypeVar("B", bound=ModelBody)
 
+MAX_UNBOUNDED = 1 << 30
+"""Answers in flight where nobody says how many may be."""
 CLIENT_GONE_STATUS = 499
 """For logs only: nobody reads it."""
 
@@ -62,12 +77,29 @@ class ApiDependencies:
     limits: ApiLimits
     system_fingerprint: str | None = None
     running: RunningIds = field(default_factory=RunningIds)
+    admission: Admission = field(default_factory=lambda: Admission(MAX_UNBOUNDED))
+    timeout_s: float = 3600.0
+    """Longest time that an answer may take; requests may ask for less."""
 
 
-def build_api(dependencies: ApiDependencies | None = None) -> FastAPI:
-    """The application; without dependencies it answers 503 until `attach` brings them."""
+def build_api(dependencies: ApiDependencies | None = None, access: Access | None = None) -> FastAPI:
+    """The application; without dependencies it answers 503 until `attach` brings them.
+
+    Args:
+        access: who may come in; without it, whoever reaches it.
+    """
     app = FastAPI(title="Paceline", openapi_url=None, redirect_slashes=False)
+    if access is not None:
+        app.add_middleware(Guard, access=access)
     app.add_middleware(RequestContext)
+    if access is not None and access.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(access.origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-request-id"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
     app.add_exception_handler(PacelineError, _on_paceline_error)
     app.add_exception_handler(HTTPException, _on_routing_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
@@ -155,19 +187,26 @@ async def _openapi(request: Request) -> Response:
 async def _generate(request: Request, body_type: type[ChatBody | CompletionBody]) -> Response:
     dependencies = _dependencies(request)
     raw = await read_body(request, max_bytes=dependencies.limits.max_body_bytes)
-    claims = [dependencies.running.claim(request.state.request_id)]
+    client: Client = getattr(request.state, "client", ANONYMOUS)
+    held = ExitStack()  # what this request holds until its answer has ended; closing it again changes nothing
     try:
+        claims = [_claim(request.state.request_id, dependencies, held)]
         body, submits = await _prepare(raw, body_type, claims[0].request_id, dependencies)
-        claims += [dependencies.running.claim(submit.request_id) for submit in submits[1:]]
-        pieces = _run(body, submits, claims, dependencies)
+        priority = choose_priority(body, client)
+        held.callback(dependencies.admission.enter(client, len(submits)).release)
+        claims += [_claim(submit.request_id, dependencies, held) for submit in submits[1:]]
+        named = tuple(
+            replace(submit, request_id=claim.request_id, client=client.name, priority=priority)
+            for submit, claim in zip(submits, claims, strict=True)
+        )
+        pieces = _run(body, named, held, dependencies)
         writer = _writer(body, submits, dependencies)
         if not body.stream:
             return _json(await while_connected(request.receive, _collect(pieces, writer)))
         # The first step decides the status line: what goes wrong before it is an ordinary error response.
         first = await while_connected(request.receive, _take(pieces))
     except BaseException:
-        for claim in claims:
-            claim.release()
+        held.close()
         raise
     events = event_bytes(first, pieces, writer, includes_usage=body.includes_usage, includes_silent=body.streams_tokens)
     return EventStreamResponse(events)
@@ -214,26 +253,31 @@ def _writer(body: ChatBody | CompletionBody, submits: Sequence[Submit], dependen
     )
 
 
+def _claim(request_id: str, dependencies: ApiDependencies, held: ExitStack) -> RunningId:
+    claim = dependencies.running.claim(request_id)
+    held.callback(claim.release)
+    return claim
+
+
 async def _run(
-    body: ChatBody | CompletionBody,
-    submits: Sequence[Submit],
-    claims: Sequence[RunningId],
-    dependencies: ApiDependencies,
+    body: ChatBody | CompletionBody, submits: Sequence[Submit], held: ExitStack, dependencies: ApiDependencies
 ) -> AsyncGenerator[Piece, None]:
-    """The pieces of all answers; their ids are free again when they end."""
+    """The pieces of all answers; what the request holds is free again when they end."""
     client = dependencies.client_provider()
     sources = []
-    for index, (submit, claim) in enumerate(zip(submits, claims, strict=True)):
+    for index, submit in enumerate(submits):
         choice = make_choice(body, submit, index, dependencies.codec)
-        sources.append(read_pieces(client.generate(replace(submit, request_id=claim.request_id)), choice))
-    pieces = sources[0] if len(sources) == 1 else merge(sources)
+        sources.append(read_pieces(client.generate(submit), choice))
+    pieces = until(
+        sources[0] if len(sources) == 1 else merge(sources),
+        timeout_s=min(body.timeout or math.inf, dependencies.timeout_s),
+    )
     try:
         async for piece in pieces:
             yield piece
     finally:
         await pieces.aclose()
-        for claim in claims:
-            claim.release()
+        held.close()
 
 
 async def _take(pieces: AsyncGenerator[Piece, None]) -> Piece:

@@ -7,8 +7,9 @@ Does not know HTTP or the shape of answers.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
-from typing import Any
+from typing import Any, get_args
 
+from deployments.admission import Client
 from deployments.choice import ChoiceStream, Echo
 from deployments.detokenizer import TextStream
 from deployments.http_errors import ContextLengthExceeded
@@ -20,7 +21,7 @@ from deployments.text import TextCodec
 from deployments.tool_grammar import forcing_grammar
 from deployments.tools import make_parser
 from engine.errors import EngineError, EngineUnavailable, InvalidRequest
-from engine.request import Delta, GrammarSpec, SamplingParams, SpeculativeOptions, Submit
+from engine.request import Delta, GrammarSpec, Priority, SamplingParams, SpeculativeOptions, Submit
 
 
 class RunningId:
@@ -160,6 +161,21 @@ def choose_grammar(body: ChatBody | CompletionBody, codec: TextCodec) -> Grammar
     if grammar is not None and body.ignore_eos:
         raise InvalidRequest(f"ignore_eos cannot be combined with {field}, whose text has an end", field="ignore_eos")
     return grammar
+
+
+def choose_priority(body: ChatBody | CompletionBody, client: Client) -> Priority:
+    """What was asked for, or the highest that the client may have, up to `normal`.
+
+    Raises:
+        InvalidRequest: more was asked for than the client may have.
+    """
+    highest_first = get_args(Priority)
+    wanted, allowed = body.priority or "normal", client.max_priority
+    if highest_first.index(wanted) >= highest_first.index(allowed):
+        return wanted
+    if body.priority is not None:
+        raise InvalidRequest(f"priority is {wanted!r}, but this key allows up to {allowed!r}", field="priority")
+    return allowed
 
 
 def make_choice(body: ChatBody | CompletionBody, submit: Submit, index: int, codec: TextCodec) -> ChoiceStream:

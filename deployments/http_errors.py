@@ -44,6 +44,14 @@ class UnsupportedMediaType(RequestError):
     """The body is said to be something other than JSON."""
 
 
+class RateLimited(QueueFull):
+    """The client has used up what its key allows for now."""
+
+
+class DeadlineExceeded(RequestError):
+    """The answer was not complete within the time the client or the server allows."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Kind:
     status: int
@@ -58,6 +66,8 @@ _KINDS: dict[type[Exception], _Kind] = {
     BodyTooLarge: _Kind(413, "invalid_request_error", "request_too_large"),
     UnsupportedMediaType: _Kind(415, "invalid_request_error", "unsupported_media_type"),
     QueueFull: _Kind(429, "rate_limit_error", "queue_full"),
+    RateLimited: _Kind(429, "rate_limit_error", "rate_limit_exceeded"),
+    DeadlineExceeded: _Kind(504, "timeout_error", "deadline_exceeded"),
     RequestError: _Kind(400, "invalid_request_error", None),
     EngineUnavailable: _Kind(503, "service_unavailable_error", "engine_unavailable"),
     ShardDown: _Kind(503, "service_unavailable_error", "engine_unavailable"),

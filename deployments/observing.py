@@ -78,6 +78,10 @@ class ReplicaObserver:
         host = node_ip if settings.metrics_host in WILDCARDS else settings.metrics_host
         self._target.write(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", self._labels)
 
+    def count_refusal(self, cause: str) -> None:
+        """Enter a request that was refused before it reached the engine."""
+        self._ledger.add("paceline_rejected_total", 1, cause)
+
     def read(self, loop: asyncio.AbstractEventLoop) -> Readings:
         """Everything counted in the replica's processes. From any thread but the loop's."""
 

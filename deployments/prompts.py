@@ -24,6 +24,8 @@ class ApiLimits:
     vocab_size: int
     """Token ids that the target accepts are below it."""
     max_body_bytes: int = 4 * 2**20
+    max_prompt_tokens: int | None = None
+    """Longest prompt; None leaves it to the context."""
     inline_body_bytes: int = 4096
     """Longer bodies are parsed and tokenised in a thread, so that streams do not wait for them."""
 
@@ -81,6 +83,10 @@ def _checked(prompt: tuple[int, ...], name: str, field: str, limits: ApiLimits) 
             field=field,
         )
     check_ids(prompt, name, field, limits)
+    if limits.max_prompt_tokens is not None and len(prompt) > limits.max_prompt_tokens:
+        raise ContextLengthExceeded(
+            f"{name} has {len(prompt)} tokens; this server takes at most {limits.max_prompt_tokens}", field=field
+        )
     if len(prompt) >= limits.max_model_len:
         raise ContextLengthExceeded(
             f"The context holds {limits.max_model_len} tokens, but {name} has {len(prompt)}, "

@@ -38,13 +38,14 @@ from deployments.fields import (
 from deployments.messages import Message, ToolChoice, ToolChoiceField, Tools, check_tools
 from deployments.structured import GuidedFields, ResponseFormat, response_grammar
 from engine.config import MAX_K
-from engine.request import GrammarSpec
+from engine.request import GrammarSpec, Priority
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens in /v1/completions."""
 MAX_TOP_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
 MAX_TEMPLATE_KWARGS = 16
+MAX_TIMEOUT_S = 86_400
 
 ModelName = Annotated[str, Field(description="The name this server gives its model; see /v1/models.")]
 
@@ -92,6 +93,9 @@ class GenerationBody(ModelBody, GuidedFields):
     user: str | None = None
     """A label of the client's own; it has no effect on the output."""
     speculative: SpeculativeBody | None = None
+    priority: Priority | None = None
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
+    """Seconds the whole answer may take."""
 
     @model_validator(mode="after")
     def _shared_fields_go_together(self) -> Self:

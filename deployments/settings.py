@@ -6,11 +6,12 @@ every YAML file in this folder, the command line and a running deployment.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from engine.config import EngineConfig, Settings
+from engine.config import MAX_K, EngineConfig, PolicyName, Settings
+from engine.errors import ConfigError
 
 
 class AppSettings(Settings):
@@ -21,8 +22,17 @@ class AppSettings(Settings):
     """Name clients send as `model`; default: `engine.model`, or its last path component."""
     num_replicas: Annotated[int, Field(ge=1, le=1000)] = 1
     """Engine groups, each with its own shards and draft."""
+    api_keys_file: str | None = None
+    """Key file as `paceline key` writes it; keys may also come from $PACELINE_API_KEYS. Without any, the server answers
+    on loopback only."""
+    cors_origins: tuple[Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")], ...] = ()
+    """Web pages of these origins may call the server from a browser, such as https://app.example; `*` is all."""
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 << 20
     """Largest request body."""
+    max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Longest prompt; default: what the context leaves."""
+    request_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 3600.0
+    """Longest time that an answer may take; requests may ask for less."""
     cpus_per_shard: Annotated[float, Field(ge=0)] = 0.0
     """CPUs that Ray reserves for each shard when the device is cpu; 0 lets it fit on any machine."""
     draft_gpu_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
@@ -52,5 +62,47 @@ class AppSettings(Settings):
     """Last requests whose timeline /debug/requests shows."""
 
     @property
+    def capacity(self) -> int:
+        """Answers in flight in one replica, running and waiting."""
+        return self.engine.max_num_requests + self.engine.max_num_waiting
+
+    @property
     def served_name(self) -> str:
         return self.model_name or self.engine.model.rstrip("/").rsplit("/", 1)[-1]
+
+
+class LiveSettings(Settings):
+    """What an operator writes under `user_config:` of the deployment `Replica`: changed without a restart.
+
+    `serve deploy` hands it to the running replicas; what is left out is as it was at the start.
+    """
+
+    policy: PolicyName | None = None
+    """Of the pace, as the other three; see engine.speculative."""
+    max_k: Annotated[int, Field(ge=0, le=MAX_K)] | None = None
+    max_batch: Annotated[int, Field(ge=1)] | None = None
+    enabled: bool | None = None
+    max_in_flight: Annotated[int, Field(ge=1)] | None = None
+    """Answers in flight in one replica, at most engine.max_num_requests + engine.max_num_waiting."""
+    request_timeout_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
+    accepts_requests: bool = True
+    """false drains: what runs goes on, new requests hear 503 with Retry-After."""
+    keys_version: int = 0
+    """Any other number has the key file read again."""
+
+    def pace(self) -> dict[str, Any]:
+        """Changes of the plan."""
+        return self.model_dump(include={"policy", "max_k", "max_batch", "enabled"}, exclude_none=True)
+
+
+def check_live(live: LiveSettings, settings: AppSettings) -> None:
+    """Raises ConfigError where live settings ask for more than the engine was started with."""
+    if live.max_k is not None and live.max_k > settings.engine.speculative.k:
+        raise ConfigError(
+            f"max_k: {live.max_k} given; allowed are 0 to {settings.engine.speculative.k}, the engine's speculative.k"
+        )
+    if live.max_in_flight is not None and live.max_in_flight > settings.capacity:
+        raise ConfigError(
+            f"max_in_flight: {live.max_in_flight} given; allowed are 1 to {settings.capacity}, "
+            "engine.max_num_requests + engine.max_num_waiting"
+        )

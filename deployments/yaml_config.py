@@ -5,18 +5,23 @@ Owns what a valid YAML file is: Serve's own schema, then our settings for every 
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
-from ray.serve.schema import ServeDeploySchema
+from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
-from deployments.settings import AppSettings
+from deployments.access import is_loopback
+from deployments.keys import KEYS_ENV
+from deployments.settings import AppSettings, LiveSettings, check_live
 from engine.config import describe
 from engine.errors import ConfigError
 
 IMPORT_PATH = "deployments.app:build"
+DEPLOYMENT = "Replica"
 DEFAULT_FILE = Path(__file__).with_name("smollm2.yaml")
 
 
@@ -39,11 +44,14 @@ def load(path: Path) -> dict[str, Any]:
     return values
 
 
-def check(values: dict[str, Any]) -> list[AppSettings]:
+def check(values: dict[str, Any], environ: Mapping[str, str] = os.environ) -> list[AppSettings]:
     """The settings of every application of ours in a deployment file.
 
+    Args:
+        environ: where API keys may come from.
+
     Raises:
-        ConfigError: Serve's schema or our settings do not accept it.
+        ConfigError: Serve's schema or our settings do not accept it, or it would be open to strangers.
     """
     try:
         schema = ServeDeploySchema.model_validate(values)
@@ -58,7 +66,33 @@ def check(values: dict[str, Any]) -> list[AppSettings]:
             settings.append(AppSettings.parse(app.args))
         except ConfigError as error:
             raise ConfigError(f"applications[{app.name}].args.{error}") from None
+        _check_live(app, settings[-1])
+    _check_open(values, settings, environ)
     return settings
+
+
+def _check_live(app: ServeApplicationSchema, settings: AppSettings) -> None:
+    for deployment in app.deployments:
+        user_config = deployment.user_config
+        if deployment.name != DEPLOYMENT:
+            raise ConfigError(f"applications[{app.name}].deployments: {deployment.name} given; there is {DEPLOYMENT}")
+        if isinstance(user_config, dict):
+            try:
+                check_live(LiveSettings.parse(user_config), settings)
+            except ConfigError as error:
+                raise ConfigError(f"applications[{app.name}].deployments.{DEPLOYMENT}.user_config.{error}") from None
+
+
+def _check_open(values: dict[str, Any], settings: list[AppSettings], environ: Mapping[str, str]) -> None:
+    """A server that others can reach needs keys."""
+    host, _ = http_address(values)
+    if is_loopback(host):
+        return
+    if not environ.get(KEYS_ENV) and any(app.api_keys_file is None for app in settings):
+        raise ConfigError(
+            f"http_options.host: {host} given, which others can reach, but there are no API keys; "
+            f"set args.api_keys_file or {KEYS_ENV}, or listen on 127.0.0.1"
+        )
 
 
 def http_address(values: dict[str, Any]) -> tuple[str, int]:
