@@ -1,4 +1,4 @@
-"""What `paceline bench pace` and `paceline bench peers` do: which servers, which variants, in which order."""
+"""What `paceline bench peers` does: which servers, which variants, in which order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import platform
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import Any
 
 from rich.console import Console
 
@@ -17,46 +16,7 @@ from bench.compare import Cell, Variant, measure, show, write
 from bench.workload import Workload, built_in, read
 from engine.errors import ConfigError
 
-DEEPEST_K = 8
 VLLM_NGRAM = '{"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":4,"prompt_lookup_min":2}'
-
-
-def pace(options: argparse.Namespace) -> int:
-    """The policies asked for, each on a server that is up all the time, so that rounds can alternate."""
-    draft = ["--draft", options.draft, "--k", str(DEEPEST_K)]
-    starts = {
-        "none": ["--draft", "none"],
-        "threshold": ["--draft", options.draft, "--k", "5", "--policy", "threshold"],
-        "goodput": [*draft, "--policy", "goodput"],
-        "fixed": [*draft, "--policy", "fixed"],  # serves every fixed K, and off, by what the requests say
-    }
-    up: dict[str, servers.Server] = {}
-    with contextlib.ExitStack() as stack:
-        variants = []
-        for name in options.policies:
-            kind, body = _policy(name)
-            if kind not in up:
-                up[kind] = stack.enter_context(servers.paceline(starts[kind]))
-            variants.append(Variant(name, up[kind], body))
-        return _compare(options, variants, baseline=options.policies[0])
-
-
-def _policy(name: str) -> tuple[str, dict[str, Any]]:
-    """The kind of server a policy needs, and what its requests say.
-
-    Raises:
-        ConfigError: there is no such policy.
-    """
-    if name in ("none", "threshold", "goodput"):
-        return name, {}
-    if name == "off":
-        return "fixed", {"speculative": {"enabled": False}}
-    prefix, _, k = name.partition("-")
-    if prefix == "fixed" and k.isdigit() and 1 <= int(k) <= DEEPEST_K:
-        return "fixed", {"speculative": {"max_k": int(k)}}
-    raise ConfigError(
-        f"--policies: {name!r} given; allowed: none, off, fixed-1 to fixed-{DEEPEST_K}, threshold, goodput"
-    )
 
 
 def peers(options: argparse.Namespace) -> int:

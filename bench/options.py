@@ -1,8 +1,9 @@
-"""Options of `paceline bench ...`. What the actions do is in `bench.actions`, imported when one runs."""
+"""Options of `paceline bench ...`. What the actions do is in `bench.pace` and `bench.actions`, imported when one runs."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,42 @@ def add_bench_parser(subparsers: Any) -> None:
     """Add `bench` and its actions to a command's subparsers."""
     bench = subparsers.add_parser("bench", help="measure policies or peers side by side on this machine")
     actions = bench.add_subparsers(required=True, metavar="ACTION")
-    pace = actions.add_parser("pace", help="policies against each other on one server", parents=[_common()])
-    pace.add_argument("--draft", default="ngram", help="ngram, or folder or id of a draft model")
-    pace.add_argument(
-        "--policies",
-        nargs="+",
-        default=["none", "off", "fixed-2", "fixed-4", "threshold", "goodput"],
-        metavar="NAME",
-        help="of none (a server without a draft), off, fixed-K, threshold, goodput; the first is the baseline",
-    )
-    pace.set_defaults(run=_run("pace"))
+    _add_pace(actions)
     peers = actions.add_parser("peers", help="Paceline against other servers, those installed", parents=[_common()])
     peers.add_argument("--draft", default=None, help="Paceline's draft (default: that of the deployment file)")
     peers.add_argument("--vllm-python", type=Path, default=Path("vllm/bin/python"), metavar="PATH")
     peers.add_argument("--llama-server", type=Path, default=Path("llama-server"), metavar="PATH")
-    peers.set_defaults(run=_run("peers"))
+    peers.set_defaults(run=_run("actions", "peers"))
+
+
+def _add_pace(actions: Any) -> None:
+    pace = actions.add_parser(
+        "pace",
+        help="policies against each other on one server",
+        description="Policies take turns on one server under a load that does not stop: tokens per second in every "
+        "cell of streams x workload. Or one of --tax, --ramp, --resume. The workload `adversarial` is chat with a draft "
+        "that is always wrong.",
+        parents=[_common()],
+    )
+    pace.add_argument("--draft", help="ngram, or folder, name or id of a draft (default: the deployment file's)")
+    pace.add_argument(
+        "--policies",
+        nargs="+",
+        default=["off", "fixed-2", "fixed-4", "fixed-8", "threshold", "goodput"],
+        metavar="NAME",
+        help="of off, fixed-K, threshold, goodput",
+    )
+    pace.add_argument("--seconds", type=float, default=4.0, metavar="S", help="per policy, round and cell")
+    pace.add_argument("--plot", type=Path, metavar="PNG", help="draw the grid (needs matplotlib)")
+    other = pace.add_mutually_exclusive_group()
+    other.add_argument(
+        "--tax", action="store_true", help="what an unused draft costs: no draft, off, and goodput that holds K = 0"
+    )
+    other.add_argument("--ramp", action="store_true", help="streams up to the most and down again, under each policy")
+    other.add_argument(
+        "--resume", type=float, metavar="S", help="acceptance before and after S seconds of K = 0, at the most streams"
+    )
+    pace.set_defaults(run=_run("pace", "pace"))
 
 
 def _common() -> argparse.ArgumentParser:
@@ -37,7 +59,12 @@ def _common() -> argparse.ArgumentParser:
     common.add_argument("--per-stream", type=int, default=3, metavar="N", help="requests per stream and round")
     common.add_argument("--max-tokens", type=int, default=128)
     common.add_argument(
-        "--workload", nargs="+", default=["chat"], help="chat, chat-0.7, chat-1.0, code, schema, schema-0.7, schema-1.0"
+        "--workload",
+        "--workloads",
+        nargs="+",
+        default=["chat"],
+        help="chat, chat-0.7, chat-1.0, code, schema, schema-0.7, schema-1.0; for pace also adversarial, and "
+        "with --prompts categories of that file, or all",
     )
     common.add_argument("--prompts", type=Path, help="prompt file (JSON lines) instead of a built-in workload")
     common.add_argument("--categories", nargs="*", metavar="NAME", help="categories of the prompt file, each by itself")
@@ -45,11 +72,10 @@ def _common() -> argparse.ArgumentParser:
     return common
 
 
-def _run(name: str) -> Any:
+def _run(module: str, name: str) -> Any:
     def run(options: argparse.Namespace) -> int:
-        from bench import actions
-
-        status: int = getattr(actions, name)(options)
+        action = getattr(importlib.import_module(f"bench.{module}"), name)  # only now: what it needs takes seconds
+        status: int = action(options)
         return status
 
     return run
