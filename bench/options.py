@@ -1,4 +1,4 @@
-"""Options of `paceline bench ...`. What the actions do is in `bench.pace` and `bench.actions`, imported when one runs."""
+"""Options of `paceline bench ...`; `bench.pace` and `bench.actions`, which do it, are imported when one runs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def _add_pace(actions: Any) -> None:
         "pace",
         help="policies against each other on one server",
         description="Policies take turns on one server under a load that does not stop: tokens per second in every "
-        "cell of streams x workload. Or one of --tax, --ramp, --resume. The workload `adversarial` is chat with a draft "
-        "that is always wrong.",
+        "cell of streams x workload. Or one of --tax, --ramp, --resume. The workload `adversarial` is chat with a "
+        "draft that is always wrong.",
         parents=[_common()],
     )
     pace.add_argument("--draft", help="ngram, or folder, name or id of a draft (default: the deployment file's)")
