@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 
 from engine.errors import EngineError
-from engine.models.decoder import Decoder, LayerCache
+from engine.models import Model
+from engine.models.decoder import LayerCache
 from engine.models.eagle import EagleHead
 from engine.packing import Forward
 from engine.step import ForwardPlan
@@ -91,7 +92,7 @@ class EagleArchitecture:
 
     reads_features = True
 
-    def __init__(self, head: EagleHead, decoder: Decoder, caches: list[LayerCache]) -> None:
+    def __init__(self, head: EagleHead, decoder: Model, caches: list[LayerCache]) -> None:
         self._head = head
         self._decoder = decoder
         self._caches = caches

@@ -25,7 +25,6 @@ from engine.grammar import Grammars
 from engine.ledger import Ledger, Readings, count_blocks
 from engine.model_config import ModelConfig
 from engine.model_runner import ModelRunner, kv_bytes_per_token, num_kv_blocks
-from engine.models.decoder import Decoder
 from engine.models.drafts import LoadedDraft, load_draft
 from engine.placement import pick_device, pick_dtype, set_threads
 from engine.step import ForwardPlan
@@ -53,6 +52,7 @@ class DraftWorker:
         self._device = pick_device(config.device)
         self._stop = threading.Event()
         self._model: DraftModel | None = None
+        self._own_threads = False
         self._end: DraftEnd | None = None
         self._pool: BlockPool | None = None
         self._memory_bytes = self._cap_bytes = 0
@@ -65,7 +65,14 @@ class DraftWorker:
         """
         set_threads(self._config)
         dtype = pick_dtype(self._config.dtype)
-        draft = load_draft(self._folder, self._target_folder, dtype=dtype, device=self._device)
+        draft = load_draft(
+            self._folder,
+            self._target_folder,
+            dtype=dtype,
+            device=self._device,
+            kernel=self._config.forward_kernel,
+        )
+        self._own_threads = draft.decoder.own_threads
         config = draft.decoder.config
         target_vocab = ModelConfig.load(self._target_folder).vocab_size
         width = config.draft_vocab_size or min(config.vocab_size, target_vocab)
@@ -99,7 +106,7 @@ class DraftWorker:
         """Answer orders until `stop`, or until the target is gone."""
         if self._model is None or self._end is None:
             raise EngineError("run before load and connect")
-        set_threads(self._config)
+        set_threads(self._config, own_threads=self._own_threads)
         try:
             while not self._stop.is_set():
                 order = self._end.wait(0.5)
@@ -164,7 +171,7 @@ class DraftWorker:
 def _architecture(draft: LoadedDraft, width: int, *, num_blocks: int, block_size: int) -> Architecture:
     """The model over a new cache; columns from `width` on are padding and are never drafted."""
     runner = ModelRunner(draft.decoder, num_blocks=num_blocks, block_size=block_size)
-    if draft.head is not None and isinstance(draft.decoder, Decoder):
+    if draft.head is not None:
         return EagleArchitecture(draft.head, draft.decoder, runner.caches)
 
     def forward(plan: ForwardPlan) -> torch.Tensor:

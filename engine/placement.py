@@ -32,6 +32,12 @@ def threads_per_shard(config: EngineConfig) -> int:
     return config.num_threads or max(1, (os.cpu_count() or 1) // config.tensor_parallel_size)
 
 
-def set_threads(config: EngineConfig) -> None:
-    """Apply `threads_per_shard` to the calling thread's kernels."""
-    torch.set_num_threads(threads_per_shard(config))
+def set_threads(config: EngineConfig, *, own_threads: bool = False) -> None:
+    """Apply `threads_per_shard` to the calling thread's PyTorch operators.
+
+    Args:
+        config: of the engine.
+        own_threads: the forward brings threads of its own, and what is left to PyTorch is small: it gets one, because
+            its threads wait for each other at every operator, which takes long on a busy machine.
+    """
+    torch.set_num_threads(1 if own_threads else threads_per_shard(config))

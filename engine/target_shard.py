@@ -231,7 +231,7 @@ class TargetShard:
         Raises:
             ShardDown: a peer is gone; nothing can be computed any more.
         """
-        set_threads(self.config)
+        set_threads(self.config, own_threads=self._model.own_threads)
         if self.rank > 0:
             self._follow()
             return

@@ -63,12 +63,41 @@ def load_model(
     shard.kv_heads(config)
     if any(not 0 <= layer < config.num_layers for layer in feature_layers):
         raise ConfigError(f"feature_layers: {feature_layers} is not within [0, {config.num_layers})")
+    loader = Loader(config, folder, shard=shard, dtype=dtype, device=where, linear=linear)
+    return make_decoder(
+        loader,
+        config,
+        target_folder=target_folder,
+        collectives=collectives,
+        feature_layers=feature_layers,
+        dtype=dtype,
+        device=where,
+        linear=linear,
+        attention=attention,
+        kernel=kernel,
+    )
+
+
+def make_decoder(
+    loader: Loader,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    collectives: Collectives,
+    target_folder: Path | None,
+    feature_layers: tuple[int, ...],
+    linear: LinearKind,
+    attention: AttentionKind,
+    kernel: KernelKind,
+) -> Model:
+    """Load a decoder and bind it to the kernels that serve it. Arguments and errors as in `load_model`."""
+    shard = ShardSpec(collectives.rank, collectives.size)
     native = kernel != "torch" and (linear, attention) == ("auto", "auto")
     if native:
-        native = _serves_natively(config, dtype, where, shard, insist=kernel == "native")
-    loader = Loader(config, folder, shard=shard, dtype=dtype, device=where, linear="reference" if native else linear)
+        native = _serves_natively(config, dtype, device, shard, insist=kernel == "native")
     with torch.inference_mode():
-        weights = loader.load(target_folder)
+        weights = loader.load(target_folder, linear="reference" if native else None)
         if native:
             return NativeDecoder(config, weights, feature_layers=feature_layers, num_threads=torch.get_num_threads())
         group_size = config.num_heads // config.num_kv_heads
@@ -76,10 +105,10 @@ def load_model(
             config,
             weights,
             collectives=collectives,
-            attention=make_attention(attention, group_size=group_size, dtype=dtype, device=where),
+            attention=make_attention(attention, group_size=group_size, dtype=dtype, device=device),
             feature_layers=feature_layers,
             dtype=dtype,
-            device=where,
+            device=device,
         )
 
 

@@ -94,6 +94,9 @@ class DecoderWeights:
 class Decoder:
     """One shard of a model. Make one with `engine.models.load_model`."""
 
+    own_threads = False
+    """A forward computes with PyTorch's threads."""
+
     def __init__(
         self,
         config: ModelConfig,

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import torch
 
-from engine.attention import AttentionKind, make_attention
+from engine.attention import AttentionKind
 from engine.collectives import Solo
 from engine.draft_folder import check_draft
 from engine.linear import LinearKind
-from engine.models import Model, load_model
-from engine.models.decoder import Decoder
+from engine.models import KernelKind, Model, load_model, make_decoder
 from engine.models.eagle import EagleHead
 from engine.models.loading import Loader
 from engine.weights import WHOLE
@@ -39,6 +38,7 @@ def load_draft(
     device: torch.device | str = "cpu",
     linear: LinearKind = "auto",
     attention: AttentionKind = "auto",
+    kernel: KernelKind = "auto",
 ) -> LoadedDraft:
     """Load a draft for a target. Arguments as in `load_model`.
 
@@ -48,22 +48,29 @@ def load_draft(
     config = check_draft(folder, target_folder)
     if config.architecture != "eagle":
         model = load_model(
-            folder, dtype=dtype, device=device, target_folder=target_folder, linear=linear, attention=attention
+            folder,
+            dtype=dtype,
+            device=device,
+            target_folder=target_folder,
+            linear=linear,
+            attention=attention,
+            kernel=kernel,
         )
         return LoadedDraft(model, None)
     where = torch.device(device)
     loader = Loader(config, folder, shard=WHOLE, dtype=dtype, device=where, linear=linear)
     with torch.inference_mode():
         head = loader.eagle()
-        decoder = Decoder(
-            config,
-            loader.load(target_folder),
-            collectives=Solo(),
-            attention=make_attention(
-                attention, group_size=config.num_heads // config.num_kv_heads, dtype=dtype, device=where
-            ),
-            feature_layers=(config.num_layers - 1,),
-            dtype=dtype,
-            device=where,
-        )
+    decoder = make_decoder(
+        loader,
+        config,
+        dtype=dtype,
+        device=where,
+        collectives=Solo(),
+        target_folder=target_folder,
+        feature_layers=(config.num_layers - 1,),
+        linear=linear,
+        attention=attention,
+        kernel=kernel,
+    )
     return LoadedDraft(decoder, head)

@@ -54,15 +54,17 @@ class Loader:
         self._device = device
         self._linear = linear
 
-    def load(self, target_folder: Path | None) -> DecoderWeights:
-        """Everything.
+    def load(self, target_folder: Path | None, *, linear: LinearKind | None = None) -> DecoderWeights:
+        """All of a decoder.
 
         Args:
             target_folder: where a draft's shared embedding lies.
+            linear: kind of its linear layers, if another than the loader's.
 
         Raises:
             ConfigError: a tensor is missing, superfluous or misshaped.
         """
+        self._linear = linear or self._linear
         config = self._config
         embedding = self._embedding(target_folder)
         layers = tuple(self._layer(f"model.layers.{index}.") for index in range(config.num_layers))

@@ -56,6 +56,9 @@ class NativeDecoder:
         NativeUnavailable: the machine or the model's shape is not served.
     """
 
+    own_threads = True
+    """A forward brings its own threads, whatever number PyTorch is set to."""
+
     def __init__(
         self, config: ModelConfig, weights: DecoderWeights, *, feature_layers: tuple[int, ...], num_threads: int
     ) -> None:
