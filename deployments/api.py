@@ -131,11 +131,20 @@ def _dependencies(request: Request) -> ApiDependencies:
 
 async def _health(request: Request) -> Response:
     try:
-        health = await _dependencies(request).client_provider().health()
+        dependencies = _dependencies(request)
+        health = drained(await dependencies.client_provider().health(), dependencies.admission)
     except EngineError as error:
         health = Health(status="dead", reason=str(error), draft="unknown")
     report = HealthReport(health.status, health.reason, health.draft)
     return _json(msgspec.json.encode(report), 200 if health.is_serving else 503)
+
+
+def drained(health: Health, admission: Admission) -> Health:
+    """The health of a server that may be draining."""
+    if admission.accepts or not health.is_serving:
+        return health
+    count = admission.num_in_flight
+    return replace(health, status="draining" if count else "drained", reason=f"{count} answers in flight")
 
 
 async def _list_models(request: Request) -> Response:

@@ -17,6 +17,7 @@ from autoscale.simulate import HARDWARE, WORKLOADS
 from bench.options import add_bench_parser
 from dashboards.options import add_dashboards_parser
 from deployments import yaml_config
+from deployments.keys import add_key
 from deployments.metrics_text import metrics_lines, metrics_markdown
 from distill.options import add_distill_parser
 from engine.errors import PacelineError
@@ -43,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands)
     _add_check(commands)
+    _add_key(commands)
     _add_simulate(commands)
     _add_metrics(commands)
     add_bench_parser(commands)
@@ -68,7 +70,9 @@ def _add_serve(commands: Any) -> None:
     serve.add_argument("--device", help="auto, cpu or cuda")
     serve.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest prompt + output")
     serve.add_argument("--model-name", help="name that clients send (default: from --model)")
-    serve.add_argument("--port", type=int, help="port on loopback (default: 8000)")
+    serve.add_argument("--host", help="address to listen on (default: 127.0.0.1); others need API keys")
+    serve.add_argument("--port", type=int, help="port (default: 8000)")
+    serve.add_argument("--api-keys", type=Path, metavar="FILE", help="key file; see `paceline key`")
     serve.add_argument("--start-timeout", type=float, default=600.0, metavar="S", help="seconds until healthy")
     serve.set_defaults(run=_serve)
 
@@ -77,6 +81,22 @@ def _add_check(commands: Any) -> None:
     check = commands.add_parser("check", help="check deployment files without a cluster")
     check.add_argument("files", type=Path, nargs="+", metavar="FILE")
     check.set_defaults(run=_check)
+
+
+def _add_key(commands: Any) -> None:
+    key = commands.add_parser(
+        "key",
+        help="make an API key",
+        description="Make an API key, print it once, and append its hash to a key file; limits may be added there.",
+    )
+    key.add_argument("name", help="whose key this is, for limits and logs")
+    key.add_argument("--file", type=Path, default=Path("keys.yaml"), help="key file (default: keys.yaml)")
+    key.set_defaults(run=_key)
+
+
+def _key(options: argparse.Namespace) -> int:
+    print(add_key(options.file, options.name))
+    return 0
 
 
 def _add_metrics(commands: Any) -> None:
@@ -136,7 +156,8 @@ def _serve(options: argparse.Namespace) -> int:
     values = yaml_config.load(options.config or yaml_config.DEFAULT_FILE)
     args = _overridden(values["applications"][0].get("args") or {}, options)
     return serve(
-        yaml_config.with_overrides(values, args=args, port=options.port), start_timeout_s=options.start_timeout
+        yaml_config.with_overrides(values, args=args, host=options.host, port=options.port),
+        start_timeout_s=options.start_timeout,
     )
 
 
@@ -161,7 +182,8 @@ def _overridden(args: dict[str, Any], options: argparse.Namespace) -> dict[str, 
     changed = args | {"engine": engine | {"speculative": speculative}}
     if options.model is not None:
         changed["model_name"] = None
-    return changed | _given(model_name=options.model_name)
+    keys = str(options.api_keys.resolve()) if options.api_keys is not None else None
+    return changed | _given(model_name=options.model_name, api_keys_file=keys)
 
 
 def _given(**values: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 from engine.request import Delta, Submit
 
-HealthStatus = Literal["ok", "starting", "degraded", "restarting", "dead"]
+HealthStatus = Literal["ok", "starting", "degraded", "restarting", "draining", "drained", "dead"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class Health:
     """How the engine is.
 
     `degraded` still serves (say, without its draft); `restarting` accepts requests, which wait until a new engine is
-    there; `starting` and `dead` do neither.
+    there; `draining` finishes what runs, and `drained` has; `starting` and `dead` do neither.
     """
 
     status: HealthStatus

@@ -25,6 +25,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from deployments.admission import Client
+from deployments.settings import AppSettings
 from engine.config import Settings
 from engine.errors import ConfigError
 from engine.request import Priority
@@ -107,6 +108,11 @@ class KeyRing:
                 raise ConfigError(f"{KEYS_ENV}: key {number} has {len(key)} characters; at least {MIN_KEY_LEN} needed")
             entries.append(KeyEntry(name=f"key-{number}", sha256=hash_key(key), max_priority="high"))
         return cls(entries)
+
+
+def has_keys(settings: AppSettings, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether clients of this app need a key."""
+    return settings.api_keys_file is not None or bool(environ.get(KEYS_ENV))
 
 
 def hash_key(key: str) -> str:

@@ -17,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import httpx
 import psutil
@@ -24,6 +25,7 @@ import psutil
 from engine.errors import EngineUnavailable
 
 LOOPBACK = "127.0.0.1"
+APPLICATIONS = "/api/serve/applications/"
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 10.0
 OBJECT_STORE_BYTES = 100 << 20
@@ -111,6 +113,30 @@ class LocalRay:
     @property
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
+
+    def put_applications(self, values: dict[str, Any]) -> None:
+        """Hand a deployment file's content to Serve; returns before it is in force.
+
+        Raises:
+            EngineUnavailable: Serve does not take it.
+        """
+        try:
+            answer = httpx.put(f"{self.dashboard_url}{APPLICATIONS}", json=values, headers=self.headers, timeout=30.0)
+        except httpx.HTTPError as error:
+            raise EngineUnavailable(f"the Ray dashboard does not answer: {error}") from None
+        if not answer.is_success:
+            raise EngineUnavailable(f"Serve refused the deployment: {answer.text[-2000:]}")
+
+    def delete_applications(self, timeout_s: float) -> None:
+        """Have Serve stop every application, each replica after what it is answering; waits for that."""
+        deadline = time.monotonic() + timeout_s
+        with contextlib.suppress(httpx.HTTPError):
+            httpx.delete(f"{self.dashboard_url}{APPLICATIONS}", headers=self.headers, timeout=10.0)
+            while time.monotonic() < deadline and self.is_running:
+                answer = httpx.get(f"{self.dashboard_url}{APPLICATIONS}", headers=self.headers, timeout=5.0)
+                if not answer.json().get("applications"):
+                    return
+                time.sleep(0.2)
 
     def log_tail(self, num_lines: int = 15) -> str:
         """The end of the head's output, for error messages."""

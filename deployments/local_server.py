@@ -21,21 +21,24 @@ from rich.console import Console
 from deployments import yaml_config
 from deployments.discovery import clear_dead, targets_folder
 from deployments.drafts import resolve_draft
+from deployments.keys import has_keys
 from deployments.local_ray import LOOPBACK, LocalRay
+from deployments.settings import AppSettings
 from engine.draft_folder import check_draft
-from engine.errors import ConfigError, EngineUnavailable
+from engine.errors import EngineUnavailable
 from engine.model_store import resolve_model
 
+WILDCARDS = ("0.0.0.0", "::")
 SPARE_CPUS = 2
 """Logical CPUs for Serve's own tasks beside the replica."""
 
 
 class _Stopped(Exception):
-    """SIGINT or SIGTERM arrived."""
+    """SIGINT arrived, or a second SIGTERM."""
 
 
 def serve(values: dict[str, Any], *, start_timeout_s: float) -> int:
-    """Serve what a checked deployment file says, until SIGINT or SIGTERM.
+    """Serve what a checked deployment file says, until SIGINT (at once) or SIGTERM (after what runs).
 
     Args:
         values: the file's content, with one application.
@@ -47,10 +50,8 @@ def serve(values: dict[str, Any], *, start_timeout_s: float) -> int:
     console = Console(stderr=True)
     (settings,) = yaml_config.check(values)
     host, port = yaml_config.http_address(values)
-    if host != LOOPBACK:
-        raise ConfigError(f"http_options.host: {host} given; `paceline serve` listens on {LOOPBACK} only")
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _raise_stopped)
+    signal.signal(signal.SIGINT, _raise_stopped)
+    signal.signal(signal.SIGTERM, _raise_draining)
     try:
         console.print(f"Model [bold]{settings.engine.model}[/bold]")
         folder = resolve_model(settings.engine.model)
@@ -59,16 +60,34 @@ def serve(values: dict[str, Any], *, start_timeout_s: float) -> int:
         with console.status("Starting Ray"):
             ray = LocalRay(num_cpus=SPARE_CPUS + settings.num_replicas * 2).__enter__()
         with contextlib.closing(_Closing(ray, console, targets_folder(settings.metrics_dir))):
-            base = f"http://{host}:{port}"
+            base = f"http://{LOOPBACK if host in WILDCARDS else host}:{port}"
             with console.status("Deploying"):
                 _deploy(ray, values)
                 _wait_until_healthy(ray, base, start_timeout_s)
-            _print_hello(base, settings.served_name)
-            while ray.is_running:
-                time.sleep(0.5)
+            _print_hello(base, settings.served_name, needs_key=has_keys(settings))
+            try:
+                while ray.is_running:
+                    time.sleep(0.5)
+            except _Draining:
+                console.print(f"Draining; what runs has {settings.drain_timeout_s:g} s. Ctrl-C stops at once.")
+                drain(ray, values, base, settings)
+                return 0
             raise EngineUnavailable(f"Ray ended by itself:\n{ray.log_tail()}")
-    except _Stopped:
+    except (_Stopped, _Draining):
         return 0
+
+
+def drain(ray: LocalRay, values: dict[str, Any], base: str, settings: AppSettings) -> None:
+    """Let what runs finish while new requests hear 503 with Retry-After; returns when it has, or its time is over."""
+    deadline = time.monotonic() + settings.drain_timeout_s
+    ray.put_applications(yaml_config.with_user_config(values, accepts_requests=False))
+    while time.monotonic() < deadline and ray.is_running:
+        with contextlib.suppress(httpx.HTTPError, ValueError):
+            if httpx.get(f"{base}/health", timeout=2.0).json()["status"] == "drained":
+                break
+        time.sleep(0.2)
+    if settings.num_replicas > 1:  # /health answered for one of them; Serve waits for each
+        ray.delete_applications(max(0.0, deadline - time.monotonic()))
 
 
 class _Closing:
@@ -86,6 +105,16 @@ class _Closing:
             self._ray.stop()
         clear_dead(self._targets)  # of replicas that had no time to do it themselves
         self._console.print("Stopped.")
+
+
+class _Draining(Exception):
+    """SIGTERM arrived."""
+
+
+def _raise_draining(number: int, frame: FrameType | None) -> None:
+    del number, frame
+    signal.signal(signal.SIGTERM, _raise_stopped)
+    raise _Draining
 
 
 def _raise_stopped(number: int, frame: FrameType | None) -> None:
@@ -133,12 +162,13 @@ def _deploy_failure(ray: LocalRay) -> str | None:
     return None
 
 
-def _print_hello(base: str, model: str) -> None:
+def _print_hello(base: str, model: str, *, needs_key: bool) -> None:
     """The URL, a curl line and two lines of Python, on stdout."""
     messages = '[{"role": "user", "content": "What is the capital of France?"}]'
     body = f'{{"model": "{model}", "messages": {messages}, "temperature": 0}}'
     print(f"\nServing {model} at {base}/v1 (Ctrl-C stops it)\n")
-    print(f"  curl {base}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n")
-    print(f'  client = openai.OpenAI(base_url="{base}/v1", api_key="none")')
+    header = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
+    print(f"  curl {base}/v1/chat/completions -H 'Content-Type: application/json'{header} -d '{body}'\n")
+    print(f'  client = openai.OpenAI(base_url="{base}/v1", api_key="{"YOUR_KEY" if needs_key else "none"}")')
     create = f'client.chat.completions.create(model="{model}", messages={messages}, temperature=0)'
     print(f"  print({create}.choices[0].message.content)\n", flush=True)

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
 from deployments.access import is_loopback
-from deployments.keys import KEYS_ENV
+from deployments.keys import KEYS_ENV, has_keys
 from deployments.settings import AppSettings, LiveSettings, check_live
 from engine.config import describe
 from engine.errors import ConfigError
@@ -88,7 +88,7 @@ def _check_open(values: dict[str, Any], settings: list[AppSettings], environ: Ma
     host, _ = http_address(values)
     if is_loopback(host):
         return
-    if not environ.get(KEYS_ENV) and any(app.api_keys_file is None for app in settings):
+    if not all(has_keys(app, environ) for app in settings):
         raise ConfigError(
             f"http_options.host: {host} given, which others can reach, but there are no API keys; "
             f"set args.api_keys_file or {KEYS_ENV}, or listen on 127.0.0.1"
@@ -101,10 +101,27 @@ def http_address(values: dict[str, Any]) -> tuple[str, int]:
     return str(http.get("host", "0.0.0.0")), int(http.get("port", 8000))
 
 
-def with_overrides(values: dict[str, Any], *, args: dict[str, Any], port: int | None) -> dict[str, Any]:
-    """A copy with the only application's `args` and the port replaced."""
+def with_user_config(values: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A copy with these live settings changed in every application of ours; see `LiveSettings`."""
+    changed: dict[str, Any] = yaml.safe_load(yaml.safe_dump(values))
+    for app in changed["applications"]:
+        if app.get("import_path") == IMPORT_PATH:
+            deployments = app.setdefault("deployments", [])
+            if not deployments:
+                deployments.append({"name": DEPLOYMENT})
+            deployments[0]["user_config"] = (deployments[0].get("user_config") or {}) | changes
+    check(changed)
+    return changed
+
+
+def with_overrides(
+    values: dict[str, Any], *, args: dict[str, Any], host: str | None = None, port: int | None = None
+) -> dict[str, Any]:
+    """A copy with the only application's `args`, the host and the port replaced."""
     changed = yaml.safe_load(yaml.safe_dump(values))
     changed["applications"][0]["args"] = args
+    if host is not None:
+        changed.setdefault("http_options", {})["host"] = host
     if port is not None:
         changed.setdefault("http_options", {})["port"] = port
     check(changed)

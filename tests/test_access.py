@@ -288,10 +288,11 @@ def test_loopback(host: str, local: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_ends_at_its_deadline(stream: bool) -> None:
-    engine = make_engine(step_s=0.04, max_step=1)
+    engine = make_engine(step_s=0.1, max_step=1)
     begin = time.monotonic()
-    response = post(engine, "/v1/completions", COMPLETION | {"timeout": 0.15, "stream": stream})
-    assert time.monotonic() - begin < 1.0
+    body = COMPLETION | {"timeout": 0.5, "stream": stream, "ignore_eos": True}
+    response = post(engine, "/v1/completions", body)
+    assert time.monotonic() - begin < 8.0, "all 100 tokens take ten seconds"
     if stream:
         assert response.status_code == 200
         assert '"deadline_exceeded"' in response.text.split("\n\n")[-2], "one clear error event, and the end"

@@ -1,0 +1,282 @@
+"""Bad input over the wire: bodies, headers, socket messages and shared memory of any content.
+
+Promise: a clear error of the kind that is declared for it, never another exception, a hang, or a request left running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import mmap
+import random
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+from api_harness import CHAT, COMPLETION, dependencies, make_engine
+from fuzzing import sample
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deployments.access import Access
+from deployments.api import build_api
+from deployments.keys import KeyEntry, KeyRing, hash_key
+from deployments.protocol import ChatBody, CompletionBody
+from engine.block_checks import CorruptBlock
+from engine.draft_block import DraftBlock, block_bytes
+from engine.draft_protocol import AnswerRow, BufferSpec, Order, OrderRow
+from engine.errors import EngineError, ShardDown
+from engine.plan_ring import PlanRing, PlanSpec, ring_bytes
+from engine.request import Delta, GrammarSpec, SamplingParams, Submit
+from engine.shard_socket import ShardSocket
+from engine.step import ForwardPlan
+from engine.wire import HEADER, AbortCommand, StepDeltas, SubmitCommand, decode_command, decode_event, frame, frame_len
+
+KEY = "a key of sixteen characters or more"
+URLS = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETION,
+    "/tokenize": {"model": "tiny", "prompt": "go"},
+    "/detokenize": {"model": "tiny", "tokens": [1, 2]},
+}
+FIELDS = sorted({*ChatBody.model_fields, *CompletionBody.model_fields, "nonsense"})
+NUMBERS = st.one_of(
+    st.integers(-3, 20),
+    st.sampled_from([2**31, 2**63, -(2**63), 10**400, 0.5, -0.0, 1e308, 1e-320]),
+    st.floats(allow_nan=False, allow_infinity=False),
+)
+SCALARS = st.one_of(st.none(), st.booleans(), NUMBERS, st.text(max_size=12), st.sampled_from(["auto", "json_object"]))
+JSON = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.one_of(st.text(max_size=6), st.sampled_from(FIELDS)), inner)
+    ),
+    max_leaves=8,
+)
+CHANGES = st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=3)
+
+
+class Server:
+    """One application for all cases of a test."""
+
+    def __init__(self, access: Access | None = None) -> None:
+        self.engine = make_engine(max_step=50)
+        self._loop = asyncio.new_event_loop()
+        transport = httpx.ASGITransport(build_api(dependencies(self.engine), access), raise_app_exceptions=False)
+        self._client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
+
+    def post(self, url: str, content: bytes, headers: list[tuple[bytes, bytes]]) -> httpx.Response:
+        begin = time.monotonic()
+        response = self._loop.run_until_complete(self._client.post(url, content=content, headers=headers))
+        assert time.monotonic() - begin < 20, "a hang"
+        assert self.engine.running == set(), "a request was left running"
+        return response
+
+    def check(self, response: httpx.Response) -> None:
+        """An answer, or an error of OpenAI's shape that is the client's own."""
+        assert response.status_code == 200 or 400 <= response.status_code < 500, response.text
+        if response.status_code != 200:
+            assert response.json()["error"].keys() == {"message", "type", "param", "code"}
+            assert len(response.content) < 4000, "an error does not send a whole body back"
+
+
+SERVER = Server()
+GUARDED = Server(Access(keys=KeyRing([KeyEntry(name="k", sha256=hash_key(KEY))])))
+JSON_TYPE = [(b"content-type", b"application/json")]
+
+
+@sample(150)
+@given(url=st.sampled_from(sorted(URLS)), changes=CHANGES)
+def test_bodies_with_any_values(url: str, changes: dict[str, Any]) -> None:
+    SERVER.check(SERVER.post(url, json.dumps(URLS[url] | changes).encode(), JSON_TYPE))
+
+
+@sample(120)
+@given(
+    url=st.sampled_from(sorted(URLS)),
+    cuts=st.lists(st.tuples(st.integers(0, 120), st.binary(max_size=4)), min_size=1, max_size=3),
+)
+def test_damaged_bodies(url: str, cuts: list[tuple[int, bytes]]) -> None:
+    raw = json.dumps(URLS[url]).encode()
+    for at, put in cuts:
+        raw = raw[:at] + put + raw[at + len(put) :]
+    SERVER.check(SERVER.post(url, raw, JSON_TYPE))
+
+
+@sample(150)
+@given(
+    url=st.sampled_from(sorted(URLS)),
+    depth=st.integers(1, 3000),
+    opening=st.sampled_from(['{"a":', "[", '{"messages":[']),
+)
+def test_deep_bodies(url: str, depth: int, opening: str) -> None:
+    SERVER.check(SERVER.post(url, (opening * depth).encode(), JSON_TYPE))
+
+
+HEADER_NAMES = st.sampled_from(
+    [b"authorization", b"origin", b"host", b"content-type", b"content-length", b"x-request-id", b"accept", b"x"]
+)
+HEADER_VALUES = st.one_of(
+    st.binary(max_size=30).map(lambda raw: raw.replace(b"\n", b"").replace(b"\r", b"").replace(b"\0", b"")),
+    st.sampled_from([b"Bearer " + KEY.encode(), b"bearer", b"null", b"http://localhost", b"application/json", b"[::1"]),
+)
+
+
+@sample(120)
+@given(headers=st.lists(st.tuples(HEADER_NAMES, HEADER_VALUES), max_size=4))
+def test_headers_of_any_content(headers: list[tuple[bytes, bytes]]) -> None:
+    response = GUARDED.post("/v1/completions", json.dumps(COMPLETION).encode(), headers)
+    GUARDED.check(response)
+    given_key = any(
+        name == b"authorization" and value.split()[-1:] and KEY.encode() in value for name, value in headers
+    )
+    assert given_key or response.status_code != 200, "nobody without the key comes in"
+
+
+SUBMIT = Submit(
+    request_id="r",
+    prompt=(1, 2, 3),
+    sampling=SamplingParams(logit_bias=((5, 1.0),), grammar=GrammarSpec(kind="regex", text="a"), seed=3),
+)
+MESSAGES = [
+    frame(SubmitCommand(SUBMIT))[HEADER.size :],
+    frame(AbortCommand("r"))[HEADER.size :],
+    frame(StepDeltas((Delta(request_id="r", token_ids=(1, 2), finish_reason="stop"),)))[HEADER.size :],
+]
+PACKED = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-(2**40), 2**40), st.text(max_size=5), st.binary(max_size=5)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=8), inner, max_size=3)),
+    max_leaves=6,
+)
+
+
+def damaged(raw: bytes, seed: int) -> bytes:
+    rng = random.Random(seed)
+    out = bytearray(raw)
+    for _ in range(rng.randint(1, 4)):
+        action, at = rng.randrange(4), rng.randrange(len(out) or 1)
+        if action == 0 and out:
+            out[at % len(out)] = rng.randrange(256)
+        elif action == 1:
+            out[at:at] = rng.randbytes(rng.randint(1, 4))
+        elif action == 2:
+            del out[at : at + rng.randint(1, 8)]
+        else:
+            out = out[: at + 1]
+    return bytes(out)
+
+
+@sample(300)
+@given(
+    payload=st.one_of(
+        st.binary(max_size=40),
+        PACKED.map(msgspec.msgpack.encode),
+        st.tuples(st.sampled_from(MESSAGES), st.integers(0, 2**32)).map(lambda pair: damaged(*pair)),
+    )
+)
+def test_socket_messages_decode_or_say_what_is_wrong(payload: bytes) -> None:
+    for decode in (decode_command, decode_event):
+        try:
+            decode(payload)
+        except EngineError as error:
+            assert str(error)  # noqa: PT017 - both outcomes are fine, another exception is not
+
+
+@sample(300)
+@given(header=st.binary(min_size=HEADER.size, max_size=HEADER.size))
+def test_frame_lengths_are_believable(header: bytes) -> None:
+    try:
+        assert frame_len(header) <= 64 << 20
+    except EngineError as error:
+        assert "frame" in str(error)  # noqa: PT017
+
+
+@sample(25)
+@given(
+    raw=st.lists(st.tuples(st.sampled_from(MESSAGES), st.integers(0, 2**32)), min_size=1, max_size=4),
+    whole=st.booleans(),
+)
+def test_a_peer_that_talks_nonsense_is_hung_up_on_and_its_requests_are_given_up(
+    raw: list[tuple[bytes, int]], whole: bool
+) -> None:
+    gone: list[bool] = []
+    submitted: list[Submit] = []
+    shard = ShardSocket(submit=submitted.append, abort=lambda _: None, abandon=lambda: gone.append(True))
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.settimeout(10)
+        peer.connect(shard.path)
+        for message, seed in raw:
+            payload = damaged(message, seed)
+            with contextlib.suppress(OSError):  # it may have hung up already
+                peer.sendall((HEADER.pack(len(payload)) if whole else b"") + payload)
+        with contextlib.suppress(OSError):
+            peer.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + 10
+        while not gone:
+            assert time.monotonic() < deadline, "the connection was not given up"
+            time.sleep(0.001)
+    shard.close()
+    assert all(isinstance(submit, Submit) for submit in submitted)
+
+
+SPEC = BufferSpec(max_rows=3, max_k=4, max_feed=16, max_released=4, draft_vocab=50)
+WORDS = st.one_of(st.integers(-3, 70), st.integers(-(2**63), 2**63 - 1))
+
+
+def scribbled(buffer: mmap.mmap, places: list[tuple[int, int]], num_words: int) -> None:
+    words = np.frombuffer(buffer, dtype=np.int64)
+    for at, value in places:
+        words[at % min(num_words, len(words))] = value
+
+
+def read_all(block: DraftBlock) -> None:
+    """What both sides read in a step; each may find out only by CorruptBlock."""
+    reads: list[Callable[[], object]] = [lambda: block.read_order(1), lambda: block.read_answer(1, [4, 2])]
+    for read in reads:
+        try:
+            got = read()
+        except CorruptBlock as error:
+            assert str(error)  # noqa: PT017
+            continue
+        assert len(got.rows) <= SPEC.max_rows  # type: ignore[attr-defined]
+        if isinstance(got, Order):
+            assert all(0 <= row.k <= SPEC.max_k and max(row.feed, default=0) < SPEC.vocab for row in got.rows)
+
+
+@sample(250)
+@given(places=st.lists(st.tuples(st.integers(0, 4000), WORDS), min_size=1, max_size=5), near=st.booleans())
+def test_a_scribbled_draft_buffer_is_noticed_or_harmless(places: list[tuple[int, int]], near: bool) -> None:
+    buffer = mmap.mmap(-1, block_bytes(SPEC))
+    block = DraftBlock(buffer, SPEC, epoch=7)
+    block.initialize()
+    rows = [OrderRow(key, 0, (1, 2, 3), k, 1.0, 1.0, 7, 1, True) for key, k in ((1, 4), (2, 2))]
+    block.write_order(1, rows, [5])
+    block.write_answer(block.read_order(1), [AnswerRow((1, 2), (0.5, 0.5)), AnswerRow((3,))], 0.1)
+    scribbled(buffer, places, 64 if near else 1 << 30)
+    read_all(block)
+
+
+@sample(250)
+@given(places=st.lists(st.tuples(st.integers(0, 4000), WORDS), min_size=1, max_size=5), near=st.booleans())
+def test_a_scribbled_plan_ring_is_noticed_or_in_bounds(places: list[tuple[int, int]], near: bool) -> None:
+    spec = PlanSpec(max_rows=8, max_spans=4, max_blocks_per_span=4)
+    buffer = mmap.mmap(-1, ring_bytes(spec, 1))
+    ring = PlanRing(buffer, spec, 1)
+    ring.initialize()
+    few = np.arange(3, dtype=np.int32)
+    plan = ForwardPlan(few, few, few, few[1:2], few[2:3], few[:2].reshape(1, 2), few[:1])
+    ring.write(1, 1, plan)
+    scribbled(buffer, places, 64 if near else 1 << 30)
+    try:
+        _, read = ring.read(1)
+    except ShardDown as error:
+        assert "corrupt" in str(error)  # noqa: PT017
+        return
+    if read is not None:
+        assert len(read.token_ids) <= spec.max_rows
+        assert read.block_tables.shape[0] <= spec.max_spans
