@@ -60,10 +60,11 @@ class DraftSequence:
                 if guessed != committed:
                     break
                 stays += 1
+            stays = min(stays, start + len(feed) - 1)  # the last token is computed again: its outputs are needed
         if self.rules is not None:
             self.rules.rewind(start)
         self.tokens[start:] = feed
-        del self.positions[bisect_left(self.positions, min(stays, len(self.tokens) - 1)) :]
+        del self.positions[bisect_left(self.positions, stays) :]
 
     def unread(self) -> range:
         """Positions after the last one with a cell."""
