@@ -68,6 +68,12 @@ class Acceptance:
         rates: Floats = self._rates[_INDEX[workload]].copy()
         return rates
 
+    def mean_rates(self) -> Floats:
+        """[max_k] as `by_position`, over all kinds in the shares in which they were seen."""
+        weights = self._reached + 1e-3
+        rates: Floats = (weights * self._rates).sum(axis=0) / weights.sum(axis=0)
+        return rates
+
     def survival(self, keys: Sequence[int], workloads: Sequence[WorkloadClass] | None = None) -> Floats:
         """[len(keys), max_k] probability that a request's draft stands up to and including each position.
 

@@ -15,6 +15,7 @@ from typing import Any
 from autoscale.history import History, HistoryView
 from autoscale.observation import Observation
 from autoscale.priors import PriorPool
+from autoscale.replicas import ReplicaDecision
 from engine.config import PolicyName, SpeculativeConfig
 from engine.plan import Plan
 
@@ -50,6 +51,7 @@ class Controller:
         self._pooled_s = -math.inf
         self._reports: dict[str, EngineReport] = {}
         self._history = History()
+        self._replicas: ReplicaDecision | None = None
 
     def report(self, engine_id: str, observation: Observation, plan: Plan | None = None) -> Plan:
         """Take what an engine did since its last report; answer with the plan in force.
@@ -89,6 +91,14 @@ class Controller:
 
     def plan(self) -> Plan:
         return self._plan
+
+    def scaled(self, decision: ReplicaDecision) -> None:
+        """Note what was decided of the number of replicas."""
+        self._replicas = decision
+
+    def replicas(self) -> ReplicaDecision | None:
+        """What was decided last; None when nobody decides."""
+        return self._replicas
 
     def history(self, since_s: float) -> HistoryView:
         """The last minutes of all engines, from a unix time on."""

@@ -19,7 +19,7 @@ def board(scope: Scope) -> Board:
         uid="paceline-fleet",
         title="Paceline / Fleet",
         description="Replicas side by side: load, speed, drafts, memory, restarts.",
-        rows=(_overview(scope), _load(scope), _drafts(scope), _health(scope)),
+        rows=(_overview(scope), _scaling(scope), _load(scope), _drafts(scope), _health(scope)),
         annotations=(switches(scope),),
     )
 
@@ -52,6 +52,35 @@ def _overview(scope: Scope) -> Row:
                 shape="table",
                 width=18,
                 height=9,
+            ),
+        ),
+    )
+
+
+def _scaling(scope: Scope) -> Row:
+    return Row(
+        "Number of replicas",
+        (
+            Panel(
+                title="Replicas wanted and there",
+                unit="short",
+                description="What the autoscaling policy wants, or what is set, against those that answer.",
+                queries=(
+                    scope.gauge("desired_replicas", "app", over="max", legend="{{app}} wanted"),
+                    Query(f"sum by (app) (up{{{scope.selector}}})", "short", "{{app}} there"),
+                ),
+                width=12,
+                decimals=0,
+            ),
+            Panel(
+                title="Why that many",
+                unit="short",
+                description="slow, queue: more are wanted. spare: fewer would do. unreachable: even a request alone "
+                "takes longer per token than the objective; raise it, or give each replica more.",
+                queries=(scope.gauge("scaling_reason", "app", "reason", over="max", legend="{{app}} {{reason}}"),),
+                shape="stacked",
+                width=12,
+                decimals=0,
             ),
         ),
     )

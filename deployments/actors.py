@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,9 +21,12 @@ from autoscale.controller import Controller, initial_plan
 from autoscale.cost_model import CostTable
 from autoscale.goodput import make_goodput
 from autoscale.observation import Aggregator
+from autoscale.outlook import Outlook
 from autoscale.policy import PolicyPacer
 from autoscale.profile import TableCache, profile_draft, profile_target, still_holds
 from autoscale.recorder import StepRecorder
+from autoscale.replicas import ReplicaReading
+from deployments.naming import CONTROLLER_NAMESPACE, controller_name
 from engine.draft_protocol import Answer, OrderRow
 from engine.draft_worker import DraftWorker
 from engine.drafters.draft_model import DraftLink
@@ -34,13 +38,8 @@ from engine.plan import Plan
 from engine.step import StepStats
 from engine.target_shard import TargetShard
 
-CONTROLLER_NAMESPACE = "paceline"
 REPORT_PERIOD_S = 0.25
 _log = logging.getLogger(__name__)
-
-
-def controller_name(app_name: str) -> str:
-    return f"controller:{app_name}"
 
 
 def device_env(num_threads: int) -> dict[str, str]:
@@ -73,12 +72,16 @@ class ShardActor(ProcessMixin, TargetShard):
         self._goodput = make_goodput(speculative.method, speculative.k, self._first_costs())
         slot = PlanSlot(initial_plan(speculative))
         aggregator = Aggregator(self._plain_s, speculative.method)
+        self._slot = slot
+        self._outlook = outlook = Outlook(self._goodput)
+        self._asked_s, self._emitted = time.monotonic(), 0.0
         self._recorder = recorder = StepRecorder(self._goodput, lambda: slot.current)
         link = ControllerLink(controller_name(app_name), engine_id, slot, aggregator, recorder)
         threading.Thread(target=link.run, name="controller-link", daemon=True).start()
 
         def observe(stats: StepStats) -> None:
             aggregator.add(stats)
+            outlook.observe(stats)
             recorder.add(stats)
 
         return self.listen(PolicyPacer(self._goodput), lambda: slot.current, observe)
@@ -97,6 +100,19 @@ class ShardActor(ProcessMixin, TargetShard):
             ledger.add("paceline_preemptions_total", scheduler.num_preempted)
             count_blocks(ledger, self.pool, "target")
         return merge([self._recorder.read(), ledger.read()])
+
+    def outlook(self) -> ReplicaReading:
+        """Load since the last call, and time per token at any batch. Rank 0, after `lead`; one caller."""
+        emitted, now_s = self._recorder.read().number("paceline_emitted_tokens_total"), time.monotonic()
+        rate = (emitted - self._emitted) / max(1e-3, now_s - self._asked_s)
+        self._asked_s, self._emitted = now_s, emitted
+        scheduler = self.engine.scheduler if self.engine is not None else None
+        return ReplicaReading(
+            num_running=scheduler.num_running if scheduler is not None else 0,
+            num_waiting=scheduler.num_waiting if scheduler is not None else 0,
+            tokens_per_s=rate,
+            tpot_s=self._outlook.tpot_s(self._slot.current),
+        )
 
     def _plain_s(self, stats: StepStats) -> float:
         """What this step would have taken without drafts."""

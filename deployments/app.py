@@ -13,6 +13,7 @@ from ray.serve import Application
 
 from deployments.placement import bundles
 from deployments.replica import Replica
+from deployments.scaling import POLICY_PATH
 from deployments.settings import AppSettings
 from engine.config import EngineConfig
 
@@ -30,7 +31,7 @@ def build(args: dict[str, Any]) -> Application:
     settings = with_device(AppSettings.parse(args))
     deployment = serve.deployment(serve.ingress()(Replica)).options(
         name="Replica",
-        num_replicas=settings.num_replicas,
+        **_replicas(settings),
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=3 * HEALTH_PERIOD_S,
@@ -40,6 +41,22 @@ def build(args: dict[str, Any]) -> Application:
         placement_group_strategy="STRICT_PACK",
     )
     return deployment.bind(settings.model_dump())
+
+
+def _replicas(settings: AppSettings) -> dict[str, Any]:
+    """Serve's options for the number of replicas."""
+    chosen = settings.autoscaling
+    if chosen is None:
+        return {"num_replicas": settings.num_replicas}
+    config = {
+        "min_replicas": chosen.min_replicas,
+        "max_replicas": chosen.max_replicas,
+        "upscale_delay_s": chosen.upscale_delay_s,
+        "downscale_delay_s": chosen.downscale_delay_s,
+        "look_back_period_s": chosen.look_back_s,
+        "policy": {"policy_function": POLICY_PATH, "policy_kwargs": {"tpot_s": chosen.tpot_s}},
+    }
+    return {"autoscaling_config": config}
 
 
 def with_device(settings: AppSettings) -> AppSettings:

@@ -20,16 +20,19 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from autoscale.controller import initial_plan
 from autoscale.history import HistoryView
-from deployments.actors import CONTROLLER_NAMESPACE, ControllerActor, actor, controller_name, device_env
+from autoscale.replicas import ReplicaDecision, ReplicaReading
+from deployments.actors import ControllerActor, actor, device_env
 from deployments.backoff import Backoff
 from deployments.draft_supervisor import DraftSupervisor
 from deployments.engine_client import Health
+from deployments.naming import CONTROLLER_NAMESPACE, controller_name
 from deployments.placement import draft_bundle
 from deployments.settings import AppSettings
 from deployments.shard_client import ShardClient
 from deployments.shard_group import ShardGroup
 from engine.errors import EngineError, EngineUnavailable
 from engine.ledger import Ledger, Readings, merge
+from engine.metrics import SCALING_REASONS
 from engine.model_config import ModelConfig
 from engine.placement import threads_per_shard
 from engine.plan import Plan
@@ -144,7 +147,31 @@ class EngineGroup:
         if serves and isinstance(answers[0], Readings):
             self._last_metrics = answers[0]
             readings = readings[1:]
+        await self._count_replicas(ledger)
         return merge([ledger.read(), self._last_metrics, *readings])
+
+    async def _count_replicas(self, ledger: Ledger) -> None:
+        """How many there should be, and why."""
+        decision: ReplicaDecision | None = ReplicaDecision(self._settings.num_replicas, "fixed")
+        if self._settings.autoscaling is not None:
+            try:
+                decision = await self._ask_controller("replicas", METRICS_TIMEOUT_S)
+            except EngineUnavailable:
+                decision = None
+        if decision is not None:
+            ledger.set("paceline_desired_replicas", decision.replicas)
+            for reason in SCALING_REASONS:
+                ledger.set("paceline_scaling_reason", reason == decision.reason, reason)
+
+    async def outlook(self) -> ReplicaReading | None:
+        """Load, and time per token at any batch; None while nothing serves."""
+        if self._target is None or not self._up.is_set() or self._is_dead:
+            return None
+        try:
+            reading: ReplicaReading = await asyncio.wait_for(self._target.lead.outlook.remote(), METRICS_TIMEOUT_S)
+        except (ray.exceptions.RayError, TimeoutError):
+            return None
+        return reading
 
     async def plan(self) -> Plan:
         """The plan in force. Raises EngineUnavailable when the controller does not answer."""

@@ -124,6 +124,11 @@ class Replica:
             self._api = replace(self._api, timeout_s=live.request_timeout_s or settings.request_timeout_s)
             attach(self._app, self._api)
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve every few seconds; its autoscaling policy reads what this returns."""
+        reading = await self._group.outlook()
+        return reading.as_numbers() if reading is not None else {}
+
     async def check_health(self) -> None:
         """Called by Serve; raising a few times in a row has the replica replaced."""
         health = await self._group.health()

@@ -6,12 +6,33 @@ every YAML file in this folder, the command line and a running deployment.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from engine.config import MAX_K, EngineConfig, PolicyName, Settings
 from engine.errors import ConfigError
+
+
+class AutoscalingSettings(Settings):
+    """How many replicas, by the time per output token; `autoscale.replicas` says how."""
+
+    min_replicas: Annotated[int, Field(ge=1, le=1000)] = 1
+    max_replicas: Annotated[int, Field(ge=1, le=1000)] = 4
+    tpot_s: Annotated[float, Field(gt=0, le=10)] = 0.025
+    """Objective: seconds per output token of a request."""
+    upscale_delay_s: Annotated[float, Field(ge=0)] = 15.0
+    """How long more replicas must be wanted before they start."""
+    downscale_delay_s: Annotated[float, Field(ge=0)] = 300.0
+    """How long fewer must suffice before one goes."""
+    look_back_s: Annotated[float, Field(gt=0)] = 15.0
+    """Over so long what replicas say is averaged."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(f"min_replicas: {self.min_replicas} is above max_replicas {self.max_replicas}")
+        return self
 
 
 class AppSettings(Settings):
@@ -22,6 +43,8 @@ class AppSettings(Settings):
     """Name clients send as `model`; default: `engine.model`, or its last path component."""
     num_replicas: Annotated[int, Field(ge=1, le=1000)] = 1
     """Engine groups, each with its own shards and draft."""
+    autoscaling: AutoscalingSettings | None = None
+    """Let the load decide on the number of replicas; `num_replicas` is then not given."""
     api_keys_file: str | None = None
     """Key file as `paceline key` writes it; keys may also come from $PACELINE_API_KEYS. Without any, the server answers
     on loopback only."""
@@ -65,6 +88,17 @@ class AppSettings(Settings):
     def capacity(self) -> int:
         """Answers in flight in one replica, running and waiting."""
         return self.engine.max_num_requests + self.engine.max_num_waiting
+
+    @model_validator(mode="after")
+    def _one_number_of_replicas(self) -> Self:
+        if self.autoscaling is not None and "num_replicas" in self.model_fields_set and self.num_replicas != 1:
+            raise ValueError(f"num_replicas: {self.num_replicas} given, but autoscaling decides; give one of them")
+        return self
+
+    @property
+    def most_replicas(self) -> int:
+        """That can run at once."""
+        return self.autoscaling.max_replicas if self.autoscaling is not None else self.num_replicas
 
     @property
     def served_name(self) -> str:

@@ -25,12 +25,17 @@ SwitchCause = Literal["gain", "acceptance", "batch", "plan", "draft_down", "draf
 """Drafting came on because it pays; went off because it is not believed, or the batch is too large; the plan's policy,
 bounds or switch changed; the draft was lost or came back."""
 
+ScalingReason = Literal["steady", "slow", "queue", "spare", "unreachable", "no_data", "fixed"]
+"""The objective is met; time per token is above it; requests wait; fewer replicas would do; no number of replicas
+meets it, so as near as can be; nothing is known yet; the number is set by hand."""
+
 COMMON_LABELS = ("app", "replica", "model")
 K_REASONS: tuple[str, ...] = get_args(KReason)
 PHASES: tuple[str, ...] = get_args(Phase)
 SWITCH_CAUSES: tuple[str, ...] = get_args(SwitchCause)
 CACHES = ("target", "draft")
 FINISH_REASONS = ("stop", "length", "abort", "error")
+SCALING_REASONS: tuple[str, ...] = get_args(ScalingReason)
 REJECT_CAUSES = ("queue_full", "unavailable", "rate_limit", "unauthorized")
 
 STEP_BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -106,10 +111,18 @@ def _counter(
 
 
 def _gauge(
-    name: str, group: Group, help: str, *, unit: Unit = "", labels: tuple[str, ...] = (), values: tuple[str, ...] = ()
+    name: str,
+    group: Group,
+    help: str,
+    *,
+    unit: Unit = "",
+    labels: tuple[str, ...] = (),
+    values: tuple[str, ...] = (),
+    of_app: bool = False,
 ) -> Metric:
-    by = ", ".join(("replica", *labels))
-    promql = f"sum by ({by}) ({name}{{$selector}})"
+    """`of_app`: every replica of an app says the same."""
+    by = ", ".join(("app" if of_app else "replica", *labels))
+    promql = f"{'max' if of_app else 'sum'} by ({by}) ({name}{{$selector}})"
     return Metric(
         name=name, kind="gauge", group=group, help=help, promql=promql, unit=unit, labels=labels, values=values
     )
@@ -377,6 +390,20 @@ _FLEET = (
         "sum by (process) (increase(paceline_restarts_total{$selector}[$window]))",
         labels=("process",),
         values=("draft", "controller", "target"),
+    ),
+    _gauge(
+        "paceline_desired_replicas",
+        "fleet",
+        "Replicas that the autoscaling policy wants, or that are set; every replica of an app says the same.",
+        of_app=True,
+    ),
+    _gauge(
+        "paceline_scaling_reason",
+        "fleet",
+        "1 for why that many replicas are wanted, 0 for the other reasons.",
+        labels=("reason",),
+        values=SCALING_REASONS,
+        of_app=True,
     ),
     _gauge("paceline_start_time_seconds", "fleet", "When the replica became ready, unix time.", unit="seconds"),
 )
