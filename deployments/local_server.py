@@ -58,7 +58,7 @@ def serve(values: dict[str, Any], *, start_timeout_s: float) -> int:
         if settings.engine.speculative.draft is not None:
             check_draft(resolve_draft(settings.engine.speculative.draft, progress=True), folder)
         with console.status("Starting Ray"):
-            ray = LocalRay(num_cpus=SPARE_CPUS + settings.num_replicas * 2).__enter__()
+            ray = LocalRay(num_cpus=SPARE_CPUS + settings.most_replicas * 2).__enter__()
         with contextlib.closing(_Closing(ray, console, targets_folder(settings.metrics_dir))):
             base = f"http://{LOOPBACK if host in WILDCARDS else host}:{port}"
             with console.status("Deploying"):
