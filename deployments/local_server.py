@@ -86,7 +86,7 @@ def drain(ray: LocalRay, values: dict[str, Any], base: str, settings: AppSetting
             if httpx.get(f"{base}/health", timeout=2.0).json()["status"] == "drained":
                 break
         time.sleep(0.2)
-    if settings.num_replicas > 1:  # /health answered for one of them; Serve waits for each
+    if settings.most_replicas > 1:  # /health answered for one of them; Serve waits for each
         ray.delete_applications(max(0.0, deadline - time.monotonic()))
 
 
