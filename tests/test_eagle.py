@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from fakes import FixedPacer, LoopbackEnd, RandomPacer, ToyEngine, ToyModel
@@ -19,8 +20,10 @@ from toy_eagle import FeaturedToy, toy_eagle
 
 from engine.draft_protocol import Answer, OrderRow
 from engine.errors import DraftDown
+from engine.feature_log import FeatureLog
 from engine.plan import Choice, Plan
 from engine.request import Request, SamplingParams, Submit
+from engine.step import Span
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -213,3 +216,54 @@ def test_a_dead_draft_costs_no_token_and_the_next_one_is_believed() -> None:
     assert engine.tokens_of("r") == generate(target.logits_after, asked.prompt, sampling, 200).tokens
     assert is_believed(pacer, first=revived)
     assert "draft_down" in set().union(*(s.k_by_reason for s in pacer.stats))
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32), capacity=st.integers(12, 60))
+def test_the_log_finds_every_feature_that_is_still_there_and_no_other(seed: int, capacity: int) -> None:
+    """Random steps over three requests, drafts, rejections, preemptions; a feature names its request and position."""
+    rng = random.Random(seed)
+    ring = torch.full((capacity, 2), -1.0)
+    log = FeatureLog(ring)
+    sampling = SamplingParams()
+    requests = [
+        Request(
+            submit=Submit(request_id="", prompt=(0,), sampling=sampling),
+            key=key,
+            stream_key=0,
+            tokens=[0] * rng.randint(1, 9),
+        )
+        for key in range(3)
+    ]
+    written: dict[tuple[int, int], int] = {}
+    now = 0
+    for _ in range(30):
+        spans, rows = [], []
+        for request in rng.sample(requests, rng.randint(1, 3)):
+            if rng.random() < 0.1:
+                request.num_computed = 0  # preempted
+            num_tokens = min(request.extend_len, rng.randint(1, 3))
+            samples = num_tokens == request.extend_len
+            drafted = rng.randint(0, 1) if samples else 0
+            spans.append((Span(request, request.num_computed, num_tokens, drafted, samples, "plan"), drafted))
+            rows += [(request.key, request.num_computed + i) for i in range(num_tokens + drafted)]
+        log.write(torch.tensor(rows, dtype=torch.float32), np.array([s.num_tokens + d for s, d in spans], np.int32))
+        for i, (key, position) in enumerate(rows):
+            written[key, position] = now + i
+        now += len(rows)
+        for span, drafted in spans:
+            accepted = rng.randint(0, drafted)
+            if span.samples:
+                span.request.tokens += [0] * (accepted + 1)
+                for position in range(span.start + span.num_tokens + accepted, span.start + span.num_tokens + drafted):
+                    written.pop((span.request.key, position), None)
+            span.request.num_computed = span.start + span.num_tokens + accepted
+        log.settle([span for span, _ in spans])
+        for request in requests:
+            start = rng.randint(0, len(request.tokens))
+            for token, place in enumerate(log.rows(request.key, start, len(request.tokens) - start), start):
+                row = written.get((request.key, token - 1))
+                if row is None or row < now - capacity:
+                    assert place == -1
+                else:
+                    assert ring[place].tolist() == [request.key, token - 1]

@@ -15,6 +15,7 @@ import torch
 from fakes import FixedPacer, RandomPacer, ToyEngine, ToyModel, toy_drafter
 from reference import sequence_law
 from statistic import p_value
+from toy_eagle import FeaturedToy, toy_eagle
 
 from engine.drafter import Drafter, NoDrafter
 from engine.drafters.ngram import NgramDrafter
@@ -48,6 +49,15 @@ def sample(
     return counts
 
 
+def target_and_drafter(method: str) -> tuple[ToyModel, Drafter]:
+    """The same law for every method."""
+    if method == "eagle":
+        target = FeaturedToy(vocab_size=VOCAB)
+        law = ToyModel(vocab_size=VOCAB, columns=4, seed=9, blend=0.5)
+        return target, toy_eagle(target, law, vocab=torch.tensor([4, 0, 2, 1]))[0]
+    return ToyModel(vocab_size=VOCAB), drafter_of(method)
+
+
 def drafter_of(method: str) -> Drafter:
     if method == "none":
         return NoDrafter()
@@ -59,12 +69,12 @@ def drafter_of(method: str) -> Drafter:
 
 
 @pytest.mark.parametrize("seeded", [False, True], ids=["rejection", "coupled"])
-@pytest.mark.parametrize("method", ["none", "ngram", "draft_model", "draft_model_reduced"])
+@pytest.mark.parametrize("method", ["none", "ngram", "draft_model", "draft_model_reduced", "eagle"])
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.8)])
 def test_emitted_tokens_follow_the_target(method: str, temperature: float, top_p: float, seeded: bool) -> None:
-    target = ToyModel(vocab_size=VOCAB)
+    target, drafter = target_and_drafter(method)
     sampling = SamplingParams(temperature=temperature, top_p=top_p)
-    counts = sample(target, drafter_of(method), sampling, seeded=seeded, runs=1000)
+    counts = sample(target, drafter, sampling, seeded=seeded, runs=1000)
     assert p_value(counts, sequence_law(target.logits_after, PROMPT, replace(sampling, max_tokens=NUM_TOKENS))) > ODDS
 
 
@@ -77,12 +87,11 @@ def test_the_chi_square_sees_a_wrong_law() -> None:
 
 
 def test_equal_seeds_give_equal_tokens_for_every_method_and_k() -> None:
-    target = ToyModel(vocab_size=VOCAB)
     sampling = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=50, seed=123)
     seen = set()
-    for method in ("none", "ngram", "draft_model", "draft_model_reduced"):
+    for method in ("none", "ngram", "draft_model", "draft_model_reduced", "eagle"):
         for k in (0, 1, 4):
-            engine = ToyEngine(target, drafter_of(method), FixedPacer(k))
+            engine = ToyEngine(*target_and_drafter(method), FixedPacer(k))
             seen.add(tuple(engine.run([Submit(request_id="r", prompt=PROMPT, sampling=sampling)])["r"]))
     assert len(seen) == 1
 
