@@ -160,7 +160,7 @@ def _read(file: Path) -> tuple[KeyEntry, ...]:
         return KeyFile.model_validate(values).keys
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from None
-    except (UnicodeDecodeError, yaml.YAMLError):
+    except (UnicodeDecodeError, RecursionError, yaml.YAMLError):
         raise ConfigError(f"{file}: not a YAML file of keys") from None
     except ValidationError as error:
         problems = "; ".join(

@@ -65,9 +65,10 @@ class TextCodec:
         """
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-        except (OSError, ValueError) as error:
+            eos_token_ids = _eos_token_ids(Path(folder), tokenizer)
+        except Exception as error:  # the library raises anything for what is wrong
             raise ConfigError(f"model: no usable tokenizer in {folder}: {error}") from error
-        return cls(tokenizer, eos_token_ids=_eos_token_ids(Path(folder), tokenizer), use_window=use_window)
+        return cls(tokenizer, eos_token_ids=eos_token_ids, use_window=use_window)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of `text`, with the tokenizer's own prefix (a BOS, say) unless switched off."""

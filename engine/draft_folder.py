@@ -46,10 +46,14 @@ def vocabulary_digest(path: Path) -> str:
     """SHA-256 over the tokens of a `tokenizer.json` by id, whatever the file's layout; empty without a file."""
     if not path.exists():
         return ""
-    given = json.loads(path.read_text(encoding="utf-8"))
-    vocab = given["model"]["vocab"]
-    tokens = dict(enumerate(item[0] for item in vocab)) if isinstance(vocab, list) else {i: t for t, i in vocab.items()}
-    tokens.update({item["id"]: item["content"] for item in given.get("added_tokens", [])})
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+        vocab = given["model"]["vocab"]
+        is_list = isinstance(vocab, list)
+        tokens = dict(enumerate(item[0] for item in vocab)) if is_list else {i: t for t, i in vocab.items()}
+        tokens.update({item["id"]: item["content"] for item in given.get("added_tokens", [])})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"model: {path} is not a tokenizer: {error!r}") from None
     return hashlib.sha256(json.dumps(sorted(tokens.items())).encode()).hexdigest()
 
 

@@ -172,7 +172,7 @@ class _Keys:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"model: cannot read {path}: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"model: {path} does not hold a JSON object")

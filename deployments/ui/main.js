@@ -6,7 +6,7 @@ import { Compare } from "./compare.js";
 import { byId } from "./dom.js";
 import { Pace } from "./pace.js";
 import { Points } from "./series.js";
-import { getJson } from "./stream.js";
+import { getJson, useApiKey } from "./stream.js";
 
 const FIRST_RETRY_S = 1;
 const LONGEST_RETRY_S = 15;
@@ -29,6 +29,7 @@ async function poll() {
     const data = await getJson(`ui/data?since=${points.since}`, { signal: AbortSignal.timeout(TIMEOUT_MS) });
     failures = 0;
     byId("banner").hidden = true;
+    byId("api-key-form").hidden = true;
     model = data.model;
     byId("model").textContent = model;
     showHealth(data.health, data.num_engines);
@@ -43,6 +44,7 @@ async function poll() {
     const message = error.name === "TimeoutError" ? "The server does not answer." : error.message;
     byId("banner-text").textContent = `${message} Trying again every ${wait} s; what is shown is from before.`;
     byId("banner").hidden = false;
+    byId("api-key-form").hidden = error.status !== 401;
     timer = setTimeout(poll, wait * 1000);
   }
 }
@@ -67,6 +69,12 @@ function setStatus(state, text) {
   if (status.textContent !== text) status.textContent = text;
 }
 
+byId("api-key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  useApiKey(byId("api-key").value);
+  byId("api-key").value = "";
+  poll();
+});
 byId("banner-retry").addEventListener("click", poll);
 document.addEventListener("visibilitychange", poll);
 poll();

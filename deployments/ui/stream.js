@@ -8,11 +8,19 @@ export class ServerError extends Error {
   }
 }
 
+let apiKey = null;
+
+/** Send this API key from now on. It is kept here only, and gone on reload. */
+export function useApiKey(key) {
+  apiKey = key;
+}
+
 /** fetch, with failures as ServerError. Addresses are relative to the page, so a path prefix is kept. */
 export async function request(path, options = {}) {
   let response;
+  const headers = apiKey === null ? options.headers : { authorization: `Bearer ${apiKey}`, ...options.headers };
   try {
-    response = await fetch(path, options);
+    response = await fetch(path, { ...options, headers });
   } catch (error) {
     if (error.name === "AbortError" || error.name === "TimeoutError") throw error;
     throw new ServerError("The server does not answer.");

@@ -1,0 +1,203 @@
+"""Bad files: deployment YAML, key files, model folders, drafts and safetensors with any content.
+
+Promise: ConfigError that names the file or field, never another exception, and quickly.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from fuzzing import sample
+from hypothesis import given
+from hypothesis import strategies as st
+from test_model_store import write_gguf
+from tiny_models import write_model
+
+from deployments.keys import KeyRing
+from deployments.settings import LiveSettings
+from deployments.yaml_config import DEFAULT_FILE, check, load
+from engine.draft_folder import check_draft
+from engine.errors import ConfigError
+from engine.gguf_file import GGUFFile
+from engine.model_config import ModelConfig
+from engine.weights import WeightFiles
+
+VALUES = yaml.safe_load(DEFAULT_FILE.read_text())
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.text(max_size=8),
+    st.sampled_from(["0.0.0.0", "auto", "eagle", "-1", "nan", "~", "/", "..", "deployments.app:build"]),
+)
+TREES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=6), inner, max_size=3)),
+)
+
+
+def places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Paths of all values in a tree."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    return [path, *(place for key, value in items for place in places(value, (*path, key)))]
+
+
+def put(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
+    if not path:
+        return value
+    changed = copy.deepcopy(tree)
+    at = changed
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    return changed
+
+
+def refused_or_fine(call: Any, *arguments: Any, **options: Any) -> bool:
+    """Whether it is fine; otherwise it must be a ConfigError, and soon."""
+    begin = time.monotonic()
+    try:
+        call(*arguments, **options)
+    except ConfigError as error:
+        assert str(error)  # noqa: PT017 - both outcomes are fine, another exception is not
+        return False
+    finally:
+        assert time.monotonic() - begin < 20, "a hang"
+    return True
+
+
+@sample(150)
+@given(data=st.data(), value=TREES)
+def test_any_value_anywhere_in_a_deployment_file(data: st.DataObject, value: Any) -> None:
+    path = data.draw(st.sampled_from(places(VALUES)))
+    refused_or_fine(check, put(VALUES, path, value), environ={})
+
+
+@sample(100)
+@given(cuts=st.lists(st.tuples(st.integers(0, 2000), st.text(max_size=4)), min_size=1, max_size=3))
+def test_damaged_yaml(tmp_path_factory: pytest.TempPathFactory, cuts: list[tuple[int, str]]) -> None:
+    text = DEFAULT_FILE.read_text()
+    for at, put_in in cuts:
+        text = text[: at % len(text)] + put_in + text[at % len(text) + len(put_in) :]
+    file = tmp_path_factory.getbasetemp() / "fuzz.yaml"
+    file.write_bytes(text.encode("utf-8", "surrogatepass"))
+    for read in (load, lambda path: KeyRing.load(str(path), {})):
+        refused_or_fine(read, file)
+
+
+@sample(100)
+@given(tree=TREES, name=st.sampled_from(sorted(LiveSettings.model_fields)))
+def test_live_settings(tree: Any, name: str) -> None:
+    refused_or_fine(LiveSettings.parse, {name: tree})
+    refused_or_fine(LiveSettings.parse, tree)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), "llama")
+
+
+@sample(120)
+@given(data=st.data(), value=TREES, is_draft=st.booleans())
+def test_any_value_in_a_model_or_draft_config(model: Path, data: st.DataObject, value: Any, is_draft: bool) -> None:
+    config = json.loads((model / "config.json").read_text())
+    damaged = model.with_name("damaged")
+    damaged.mkdir(exist_ok=True)
+    path = data.draw(st.sampled_from(places(config)))
+    (damaged / "config.json").write_text(json.dumps(put(config, path, value)))
+    if is_draft:
+        refused_or_fine(check_draft, damaged, model)
+    else:
+        refused_or_fine(ModelConfig.load, damaged)
+
+
+@sample(60)
+@given(content=st.one_of(st.binary(max_size=60), st.text(max_size=30).map(str.encode)))
+def test_a_config_of_any_bytes(model: Path, content: bytes) -> None:
+    damaged = model.with_name("bytes")
+    damaged.mkdir(exist_ok=True)
+    (damaged / "config.json").write_bytes(content)
+    assert not refused_or_fine(ModelConfig.load, damaged)
+    assert not refused_or_fine(check_draft, damaged, model)
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+def test_files_nested_without_end(model: Path, opening: str) -> None:
+    damaged = model.with_name("deep")
+    damaged.mkdir(exist_ok=True)
+    for name in ("config.json", "model.safetensors.index.json"):
+        (damaged / name).write_text(opening * 100_000)
+    assert not refused_or_fine(ModelConfig.load, damaged)
+    assert not refused_or_fine(WeightFiles, damaged)
+    (damaged / "deep.yaml").write_text(opening * 3000)
+    assert not refused_or_fine(load, damaged / "deep.yaml")
+    assert not refused_or_fine(lambda: KeyRing.load(str(damaged / "deep.yaml"), {}))
+
+
+@sample(120)
+@given(seed=st.integers(0, 2**32), in_header=st.booleans())
+def test_damaged_safetensors(model: Path, seed: int, in_header: bool) -> None:
+    rng = random.Random(seed)
+    raw = bytearray((model / "model.safetensors").read_bytes())
+    header_len = struct.unpack("<Q", raw[:8])[0]
+    for _ in range(rng.randint(1, 4)):
+        raw[rng.randrange(8 + header_len if in_header else len(raw))] = rng.randrange(256)
+    if rng.random() < 0.3:
+        del raw[rng.randrange(len(raw)) :]
+    damaged = model.with_name("weights")
+    damaged.mkdir(exist_ok=True)
+    (damaged / "model.safetensors").write_bytes(raw)
+
+    header = json.loads((model / "model.safetensors").read_bytes()[8 : 8 + header_len])
+
+    def read() -> None:
+        files = WeightFiles(damaged)
+        for name, info in header.items():
+            if name in files and name != "__metadata__":
+                files.read_float(name, tuple(info["shape"]))
+
+    refused_or_fine(read)
+
+
+@sample(60)
+@given(index=TREES)
+def test_an_index_of_any_content_names_no_file_outside(model: Path, index: Any) -> None:
+    damaged = model.with_name("index")
+    damaged.mkdir(exist_ok=True)
+    for content in (index, {"weight_map": index}, {"weight_map": {"a": "../model/model.safetensors"}}):
+        (damaged / "model.safetensors.index.json").write_text(json.dumps(content))
+        if isinstance(content, dict) and content.get("weight_map") in ({}, None):
+            continue
+        assert not refused_or_fine(WeightFiles, damaged)
+
+
+@sample(80)
+@given(seed=st.integers(0, 2**32))
+def test_damaged_gguf(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    whole = folder / "whole.gguf"
+    if not whole.exists():
+        write_gguf(whole)
+    rng = random.Random(seed)
+    raw = bytearray(whole.read_bytes())
+    for _ in range(rng.randint(1, 5)):
+        at = rng.randrange(len(raw))
+        raw[at : at + 1] = rng.choice([bytes([rng.randrange(256)]), b"", rng.randbytes(8), b"\xff" * 8])
+    damaged = folder / "damaged.gguf"
+    damaged.write_bytes(raw)
+
+    def read() -> None:
+        with GGUFFile(damaged) as file:
+            for name in file.names:
+                file.read(name)
+
+    refused_or_fine(read)
