@@ -22,7 +22,7 @@ from deployments import yaml_config
 from deployments.discovery import clear_dead, targets_folder
 from deployments.drafts import resolve_draft
 from deployments.keys import has_keys
-from deployments.local_ray import LOOPBACK, LocalRay
+from deployments.local_ray import LOOPBACK, LocalRay, free_port
 from deployments.settings import AppSettings
 from engine.draft_folder import check_draft
 from engine.errors import EngineUnavailable
@@ -50,6 +50,7 @@ def serve(values: dict[str, Any], *, start_timeout_s: float) -> int:
     console = Console(stderr=True)
     (settings,) = yaml_config.check(values)
     host, port = yaml_config.http_address(values)
+    values = yaml_config.past_proxy(values, proxy_host=LOOPBACK, proxy_port=free_port())
     signal.signal(signal.SIGINT, _raise_stopped)
     signal.signal(signal.SIGTERM, _raise_draining)
     try:

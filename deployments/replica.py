@@ -20,6 +20,7 @@ from deployments.admin import AdminDependencies, add_admin_routes, admin_key
 from deployments.admission import Admission
 from deployments.api import ApiDependencies, ApiLimits, attach, build_api
 from deployments.continuation import ContinuedEngine
+from deployments.direct_http import DirectHttp
 from deployments.drafts import with_draft
 from deployments.engine_group import EngineGroup
 from deployments.keys import KeyRing
@@ -99,6 +100,9 @@ class Replica:
         )
         add_admin_routes(app, admin)
         add_ui_routes(app, model_name=settings.served_name, history=self._group.history, health=self._group.health)
+        if settings.direct_port is not None:
+            self._direct = DirectHttp(app, host=settings.direct_host, port=settings.direct_port)
+            self._direct.open()
         return app
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -137,6 +141,8 @@ class Replica:
 
     async def __del__(self) -> None:
         """Called by Serve when the replica stops."""
+        if hasattr(self, "_direct"):
+            await self._direct.close()
         if hasattr(self, "_observer"):
             await asyncio.to_thread(self._observer.close)
         if hasattr(self, "_group"):

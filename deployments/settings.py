@@ -56,6 +56,11 @@ class AppSettings(Settings):
     """Longest prompt; default: what the context leaves."""
     request_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 3600.0
     """Longest time that an answer may take; requests may ask for less."""
+    direct_host: str = "127.0.0.1"
+    """Address of `direct_port`."""
+    direct_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Let each replica listen on this port itself, past Serve's proxy, which costs more than the rest of the way.
+    Replicas of one machine share the port; while the only one is being replaced nobody listens."""
     cpus_per_shard: Annotated[float, Field(ge=0)] = 0.0
     """CPUs that Ray reserves for each shard when the device is cpu; 0 lets it fit on any machine."""
     draft_gpu_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1

@@ -33,7 +33,7 @@ def load(path: Path) -> dict[str, Any]:
     """
     try:
         values = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected a mapping with `applications:`, found {type(values).__name__}")
@@ -85,12 +85,13 @@ def _check_live(app: ServeApplicationSchema, settings: AppSettings) -> None:
 
 def _check_open(values: dict[str, Any], settings: list[AppSettings], environ: Mapping[str, str]) -> None:
     """A server that others can reach needs keys."""
-    host, _ = http_address(values)
-    if is_loopback(host):
-        return
-    if not all(has_keys(app, environ) for app in settings):
+    doors = [("http_options.host", http_address(values)[0], settings)]
+    doors += [("args.direct_host", app.direct_host, [app]) for app in settings if app.direct_port is not None]
+    for name, host, apps in doors:
+        if is_loopback(host) or all(has_keys(app, environ) for app in apps):
+            continue
         raise ConfigError(
-            f"http_options.host: {host} given, which others can reach, but there are no API keys; "
+            f"{name}: {host} given, which others can reach, but there are no API keys; "
             f"set args.api_keys_file or {KEYS_ENV}, or listen on 127.0.0.1"
         )
 
@@ -99,6 +100,26 @@ def http_address(values: dict[str, Any]) -> tuple[str, int]:
     """Host and port that Serve will listen on."""
     http = values.get("http_options") or {}
     return str(http.get("host", "0.0.0.0")), int(http.get("port", 8000))
+
+
+def past_proxy(values: dict[str, Any], *, proxy_host: str, proxy_port: int) -> dict[str, Any]:
+    """A copy in which the replica of the only application listens itself where Serve's proxy would have.
+
+    More than one replica need the proxy in front of them, and so does a route prefix: then nothing changes.
+
+    Args:
+        proxy_host, proxy_port: where the proxy listens instead.
+    """
+    (settings,) = check(values)
+    changed: dict[str, Any] = yaml.safe_load(yaml.safe_dump(values))
+    (app,) = changed["applications"]
+    if settings.most_replicas > 1 or settings.direct_port is not None or app.get("route_prefix", "/") != "/":
+        return changed
+    host, port = http_address(values)
+    app["args"] |= {"direct_host": host, "direct_port": port}
+    changed["http_options"] = (changed.get("http_options") or {}) | {"host": proxy_host, "port": proxy_port}
+    check(changed)
+    return changed
 
 
 def with_user_config(values: dict[str, Any], **changes: Any) -> dict[str, Any]:
