@@ -50,12 +50,14 @@ class Pool {
 
   ~Pool() {
     stop_.store(true);
-    wake();
+    bell_.fetch_add(1);
+    futex(&bell_, FUTEX_WAKE, INT32_MAX);
     for (auto& helper : helpers_) helper.join();
   }
 
+  // Calls sleeping helpers. Before a loop's items are there, it saves the time that they take to get up.
   void wake() {
-    if (sleepers_.load() == 0) return;
+    if (!asleep_.load() || !asleep_.exchange(false)) return;
     bell_.fetch_add(1);
     futex(&bell_, FUTEX_WAKE, INT32_MAX);
   }
@@ -70,18 +72,19 @@ class Pool {
     context_ = &body;
     done_.store(0, std::memory_order_relaxed);
     ++epoch_;
-    state_.store(epoch_ << 48 | static_cast<uint64_t>(num_items) << 24, std::memory_order_release);
+    state_.store(epoch_ << 48 | static_cast<uint64_t>(num_items) << 24);
+    wake();
     while (claim(0)) {
     }
-    for (int spins = 0; done_.load(std::memory_order_acquire) != num_items; ++spins) {
-      if (spins < 20000) _mm_pause();
-      else sched_yield();
+    const uint64_t begin = __rdtsc();
+    while (done_.load(std::memory_order_acquire) != num_items) {
+      if (__rdtsc() - begin > kPatience) sched_yield();
     }
   }
 
  private:
   static constexpr uint64_t kMask = (1u << 24) - 1;
-  static constexpr int kIdleSpins = 4000;  // about 50 us
+  static constexpr uint64_t kPatience = 100'000;  // cycles, some 40 us: of a helper without work, of a leader at the end
 
   bool claim(int thread) {
     uint64_t state = state_.load(std::memory_order_acquire);
@@ -94,20 +97,21 @@ class Pool {
     return true;
   }
 
+  bool has_items() const {
+    const uint64_t state = state_.load();
+    return (state & kMask) < (state >> 24 & kMask);
+  }
+
   void help(int thread) {
-    int idle = 0;
+    uint64_t last = __rdtsc();
     while (!stop_.load(std::memory_order_relaxed)) {
       if (claim(thread)) {
-        idle = 0;
-      } else if (++idle < kIdleSpins) {
-        _mm_pause();
-      } else {
+        last = __rdtsc();
+      } else if (__rdtsc() - last > kPatience) {
         const uint32_t bell = bell_.load();
-        sleepers_.fetch_add(1);
-        const uint64_t state = state_.load();
-        if ((state & kMask) >= (state >> 24 & kMask) && !stop_.load()) futex(&bell_, FUTEX_WAIT, bell);
-        sleepers_.fetch_sub(1);
-        idle = 0;
+        asleep_.store(true);
+        if (!has_items() && !stop_.load()) futex(&bell_, FUTEX_WAIT, bell);
+        last = __rdtsc();
       }
     }
   }
@@ -119,7 +123,7 @@ class Pool {
   alignas(64) std::atomic<uint64_t> state_{0};  // epoch, number of items, next item
   alignas(64) std::atomic<int> done_{0};
   alignas(64) std::atomic<uint32_t> bell_{0};
-  std::atomic<int> sleepers_{0};
+  std::atomic<bool> asleep_{false};
   std::atomic<bool> stop_{false};
 };
 
