@@ -20,6 +20,31 @@ def add_bench_parser(subparsers: Any) -> None:
     peers.add_argument("--vllm-python", type=Path, default=Path("vllm/bin/python"), metavar="PATH")
     peers.add_argument("--llama-server", type=Path, default=Path("llama-server"), metavar="PATH")
     peers.set_defaults(run=_run("actions", "peers"))
+    _add_soak(actions)
+
+
+def _add_soak(actions: Any) -> None:
+    soak = actions.add_parser(
+        "soak",
+        help="mixed load for minutes while processes are killed and stopped",
+        description="Start a server, load it with a mix of requests, inject random faults, and account for every "
+        "request by id; memory, files and shared memory must not grow. Status 1 when anything is wrong.",
+    )
+    soak.add_argument("--minutes", type=float, default=30.0, metavar="M")
+    soak.add_argument("--streams", type=int, default=8, metavar="N", help="requests in flight")
+    soak.add_argument("--draft", help="as of serve (default: the deployment file's)")
+    soak.add_argument("--tp", type=int, default=1, metavar="N", help="target shards")
+    soak.add_argument(
+        "--faults",
+        nargs="*",
+        default=["kill-draft", "stop-draft", "kill-target", "kill-controller"],
+        metavar="NAME",
+        help="of kill-ROLE and stop-ROLE, ROLE being draft, target, controller (kill only) or replica",
+    )
+    soak.add_argument("--pause", type=float, default=20.0, metavar="S", help="seconds between a recovery and a fault")
+    soak.add_argument("--seed", type=int, default=0)
+    soak.add_argument("--out", type=Path, help="write every outcome, fault and sample as JSON")
+    soak.set_defaults(run=_run("soak", "soak"))
 
 
 def _add_pace(actions: Any) -> None:
