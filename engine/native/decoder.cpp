@@ -39,27 +39,25 @@ inline void futex(std::atomic<uint32_t>* word, int operation, uint32_t value) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation | FUTEX_PRIVATE_FLAG, value, nullptr, nullptr, 0);
 }
 
-// Runs loops over items on the calling thread and its helpers. Items are claimed one by one, and a loop ends when all
-// are done rather than when all helpers have come: a helper that lost its core to another process holds nobody up
-// unless it holds an item. Helpers sleep when nothing has come for a while, so an idle model takes no core.
+// Runs loops over items on the calling thread and its helpers. Each thread has a share of consecutive items, and takes
+// from the others' shares when its own is done: so threads rarely touch the same cache line, which takes longer than
+// many an item, and a loop ends when all items are done rather than when all helpers have come. A helper that lost its
+// core to another process holds nobody up unless it holds an item. Helpers without work go to sleep.
 class Pool {
  public:
-  explicit Pool(int num_threads) {
+  explicit Pool(int num_threads) : shares_(std::max(1, num_threads)) {
     for (int thread = 1; thread < num_threads; ++thread) helpers_.emplace_back([this, thread] { help(thread); });
   }
 
   ~Pool() {
     stop_.store(true);
-    bell_.fetch_add(1);
-    futex(&bell_, FUTEX_WAKE, INT32_MAX);
+    ring();
     for (auto& helper : helpers_) helper.join();
   }
 
   // Calls sleeping helpers. Before a loop's items are there, it saves the time that they take to get up.
   void wake() {
-    if (!asleep_.load() || !asleep_.exchange(false)) return;
-    bell_.fetch_add(1);
-    futex(&bell_, FUTEX_WAKE, INT32_MAX);
+    if (asleep_.load() && asleep_.exchange(false)) ring();
   }
 
   template <class Body>
@@ -70,42 +68,63 @@ class Pool {
     }
     run_ = [](const void* context, int item, int thread) { (*static_cast<const Body*>(context))(item, thread); };
     context_ = &body;
-    done_.store(0, std::memory_order_relaxed);
-    ++epoch_;
-    state_.store(epoch_ << 48 | static_cast<uint64_t>(num_items) << 24);
+    const long threads = static_cast<long>(shares_.size());
+    for (auto& share : shares_) share.done.store(0, std::memory_order_relaxed);
+    for (long thread = 0; thread < threads; ++thread)
+      shares_[thread].items.store(num_items * (thread + 1) / threads << 32 | num_items * thread / threads);
     wake();
-    while (claim(0)) {
+    while (work(0)) {
     }
     const uint64_t begin = __rdtsc();
-    while (done_.load(std::memory_order_acquire) != num_items) {
+    while (num_done() != num_items) {
       if (__rdtsc() - begin > kPatience) sched_yield();
     }
   }
 
  private:
-  static constexpr uint64_t kMask = (1u << 24) - 1;
-  static constexpr uint64_t kPatience = 100'000;  // cycles, some 40 us: of a helper without work, of a leader at the end
+  struct alignas(64) Share {
+    std::atomic<uint64_t> items{0};  // end and next of those not yet taken
+    alignas(64) std::atomic<int> done{0};  // by the share's thread, of any share
+  };
 
-  bool claim(int thread) {
-    uint64_t state = state_.load(std::memory_order_acquire);
-    if ((state & kMask) >= (state >> 24 & kMask)) return false;
-    state = state_.fetch_add(1, std::memory_order_acq_rel);
-    const int item = static_cast<int>(state & kMask);
-    if (item >= static_cast<int>(state >> 24 & kMask)) return false;
-    run_(context_, item, thread);
-    done_.fetch_add(1, std::memory_order_acq_rel);
-    return true;
+  static constexpr uint64_t kPatience = 100'000;  // cycles, some 40 us: of a helper without work, of a leader at the end
+  static constexpr uint64_t kNext = 0xffffffff;
+
+  void ring() {
+    bell_.fetch_add(1);
+    futex(&bell_, FUTEX_WAKE, INT32_MAX);
+  }
+
+  int num_done() const {
+    int sum = 0;
+    for (const auto& share : shares_) sum += share.done.load(std::memory_order_acquire);
+    return sum;
+  }
+
+  static bool is_left(uint64_t items) { return (items & kNext) < items >> 32; }
+
+  // Does one item of the thread's own share, or else of another; false where none is left.
+  bool work(int thread) {
+    for (size_t offset = 0; offset < shares_.size(); ++offset) {
+      auto& items = shares_[(thread + offset) % shares_.size()].items;
+      if (!is_left(items.load())) continue;
+      const uint64_t taken = items.fetch_add(1);
+      if (!is_left(taken)) continue;
+      run_(context_, static_cast<int>(taken & kNext), thread);  // the loop cannot end before this item is done
+      shares_[thread].done.fetch_add(1, std::memory_order_release);
+      return true;
+    }
+    return false;
   }
 
   bool has_items() const {
-    const uint64_t state = state_.load();
-    return (state & kMask) < (state >> 24 & kMask);
+    return std::any_of(shares_.begin(), shares_.end(), [](const Share& share) { return is_left(share.items.load()); });
   }
 
   void help(int thread) {
     uint64_t last = __rdtsc();
     while (!stop_.load(std::memory_order_relaxed)) {
-      if (claim(thread)) {
+      if (work(thread)) {
         last = __rdtsc();
       } else if (__rdtsc() - last > kPatience) {
         const uint32_t bell = bell_.load();
@@ -116,12 +135,10 @@ class Pool {
     }
   }
 
+  std::vector<Share> shares_;
   std::vector<std::thread> helpers_;
   void (*run_)(const void*, int, int) = nullptr;
   const void* context_ = nullptr;
-  uint64_t epoch_ = 0;
-  alignas(64) std::atomic<uint64_t> state_{0};  // epoch, number of items, next item
-  alignas(64) std::atomic<int> done_{0};
   alignas(64) std::atomic<uint32_t> bell_{0};
   std::atomic<bool> asleep_{false};
   std::atomic<bool> stop_{false};
