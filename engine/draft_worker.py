@@ -159,8 +159,9 @@ class DraftWorker:
 
     def _weight_bytes(self, config: ModelConfig, dtype: torch.dtype) -> int:
         own = WeightFiles(self._folder).num_elements() * dtype.itemsize
-        shared = config.vocab_size * config.hidden_size * dtype.itemsize if config.shares_embedding else 0
-        return own + shared
+        embedding = config.vocab_size * config.hidden_size * dtype.itemsize
+        has_table = config.architecture == "eagle" and self._device.type == "cpu"
+        return own + embedding * (int(config.shares_embedding) + int(has_table))
 
     def _total_memory(self) -> int:
         if self._device.type == "cuda":

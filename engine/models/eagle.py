@@ -38,22 +38,30 @@ class EagleHead:
         """Numbers per position that it reads of the target: F * H."""
         return self.feature_norm.numel()
 
-    def committed(self, embedded: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """Rows of committed tokens.
+    def tokens(self, embedded: torch.Tensor) -> torch.Tensor:
+        """What a token brings into its row, whatever is before it.
 
         Args:
             embedded: [N, H] embeddings of the tokens.
+        """
+        return self.token(self.token_norm(embedded))
+
+    def committed(self, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """Rows of committed tokens.
+
+        Args:
+            tokens: [N, H] from `tokens`.
             features: [N, F * H] of the target at the position before each.
         """
         count, hidden = self.feature_norm.shape
         normed = F.rms_norm(features.view(-1, count, hidden), (hidden,), eps=self.eps) * self.feature_norm
-        return self.fuse.plus(normed.flatten(1), self.token(self.token_norm(embedded)))
+        return self.fuse.plus(normed.flatten(1), tokens)
 
-    def drafted(self, embedded: torch.Tensor, carried: torch.Tensor) -> torch.Tensor:
+    def drafted(self, tokens: torch.Tensor, carried: torch.Tensor) -> torch.Tensor:
         """Rows of drafted tokens.
 
         Args:
-            embedded: [N, H] embeddings of the tokens.
+            tokens: [N, H] from `tokens`.
             carried: [N, H] output of the last layer at the position before each.
         """
-        return self.carry.plus(self.carry_norm(carried), self.token(self.token_norm(embedded)))
+        return self.carry.plus(self.carry_norm(carried), tokens)
