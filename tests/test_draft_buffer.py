@@ -115,6 +115,48 @@ def test_ten_thousand_steps_leave_both_sides_as_they_were(target: TargetEnd) -> 
         assert draft.exitcode == 0
 
 
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_features_are_read_where_they_were_written(itemsize: int) -> None:
+    """In place, beside the probabilities, with the rows an order names; another row or width is refused."""
+    spec = dataclasses.replace(SPEC, feature_rows=9, feature_width=5, feature_itemsize=itemsize)
+    end = create_draft_buffer(spec, device="cpu", node_id=NODE, epoch=1)
+    draft = open_here(end)
+    end.wait_open(5)
+    assert end.features is not None
+    assert draft.features is not None
+    end.features.copy_(torch.randn(9, 5))
+    end.probs.fill_(7.0)
+    assert torch.equal(draft.features, end.features)
+    assert draft.features.dtype == (torch.bfloat16 if itemsize == 2 else torch.float32)
+    named = [
+        dataclasses.replace(row, feature_rows=places) for row, places in zip(ROWS, ((-1, 0, 8), (3, 2, 3)), strict=True)
+    ]
+    seen: list[Order] = []
+
+    def answer() -> None:
+        order = draft.wait(5)
+        assert order is not None
+        seen.append(order)
+        draft.answer([AnswerRow(), AnswerRow()], draft_s=0.0)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    end.ask(named, deadline_s=5)
+    thread.join()
+    assert seen[0].rows == tuple(named)
+    for wrong in ((-2, 0, 1), (0, 1, 9), ()):
+        with pytest.raises(ValueError, match="feature rows"):
+            end.ask([dataclasses.replace(ROWS[0], feature_rows=wrong)], deadline_s=5)
+    end.close()
+    draft.close()
+
+
+@pytest.mark.parametrize("change", [{"feature_rows": 3}, {"feature_width": 3}, {"feature_itemsize": 3}])
+def test_a_shape_of_features_that_cannot_be_is_refused(change: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="buffer features"):
+        dataclasses.replace(SPEC, **change)
+
+
 def test_probabilities_arrive_bit_for_bit(target: TargetEnd) -> None:
     with child(writes_random_probs, target.handle()):
         target.wait_open(20)

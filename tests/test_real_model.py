@@ -19,6 +19,7 @@ from local_engine import LocalEngine
 from near_tie import assert_same_or_near_tie
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from deployments.drafts import resolve_draft
 from engine.model_store import resolve_model
 from engine.request import SamplingParams, Submit
 
@@ -41,6 +42,9 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_parallel_size": 2, "speculative": {"method": "ngram", "k": 5}},
     "tp2-draft-random": {"tensor_parallel_size": 2, "draft": True, "speculative": {"k": 8}, "random": True},
     "tp3": {"tensor_parallel_size": 3},
+    "eagle-random": {"eagle": True, "speculative": {"k": 8}, "random": True},
+    "eagle-preempting": {"eagle": True, "speculative": {"k": 4}, "small_pool": True, "prefix_cache": False},
+    "tp2-eagle-random": {"tensor_parallel_size": 2, "eagle": True, "speculative": {"k": 8}, "random": True},
 }
 
 
@@ -77,6 +81,8 @@ class Case:
         """Run one configuration over all prompts at once; returns how many answers are identical."""
         settings = dict(CONFIGURATIONS[name])
         use_draft, use_random = settings.pop("draft", False), settings.pop("random", False)
+        if settings.pop("eagle", False):
+            use_draft, draft_folder = True, resolve_draft("smollm2-eagle")
         if settings.pop("small_pool", False):
             longest = max(len(prompt) for prompt in self.prompts) + self.max_tokens + 16
             settings |= {"kv_cache_tokens": longest + 64, "max_model_len": longest}
@@ -92,10 +98,12 @@ class Case:
             **settings,
         ) as engine:
             result = engine.generate(submits)
-            if name == "preempting":
+            if "preempting" in name:
                 assert engine.num_preempted > 0
             if use_draft or "ngram" in str(settings):
                 assert sum(stats.num_drafted for stats in engine.stats) > 0
+            if "eagle" in name:
+                assert sum(stats.num_accepted for stats in engine.stats) > 0
         return sum(
             assert_same_or_near_tie(self.model, prompt, expected, result[str(i)], f"{name}, prompt {i}")
             for i, (prompt, expected) in enumerate(zip(self.prompts, self.expected, strict=True))
@@ -118,7 +126,11 @@ def small_case(folder: Path) -> Case:
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "ngram", "draft-random", "no-prefix-cache", "preempting", "tp2-draft-random", "tp3"]
+    "name",
+    [
+        *("plain", "ngram", "draft-random", "no-prefix-cache", "preempting", "tp2-draft-random", "tp3"),
+        *("eagle-preempting", "tp2-eagle-random"),
+    ],
 )
 def test_greedy_equals_transformers(name: str, small_case: Case, draft_folder: Path) -> None:
     small_case.check(name, draft_folder, max_num_requests=3)
