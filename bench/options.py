@@ -1,13 +1,16 @@
-"""Options of `paceline bench ...`; `bench.pace` and `bench.actions`, which do it, are imported when one runs."""
+"""Options of `paceline bench ...`; the modules that do it are imported when one runs."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 STREAMS = (1, 4, 16, 32)
+PEER_STREAMS = (1, 2, 4, 8, 16, 32)
 
 
 def add_bench_parser(subparsers: Any) -> None:
@@ -15,11 +18,8 @@ def add_bench_parser(subparsers: Any) -> None:
     bench = subparsers.add_parser("bench", help="measure policies or peers side by side on this machine")
     actions = bench.add_subparsers(required=True, metavar="ACTION")
     _add_pace(actions)
-    peers = actions.add_parser("peers", help="Paceline against other servers, those installed", parents=[_common()])
-    peers.add_argument("--draft", default=None, help="Paceline's draft (default: that of the deployment file)")
-    peers.add_argument("--vllm-python", type=Path, default=Path("vllm/bin/python"), metavar="PATH")
-    peers.add_argument("--llama-server", type=Path, default=Path("llama-server"), metavar="PATH")
-    peers.set_defaults(run=_run("actions", "peers"))
+    _add_peers(actions)
+    _add_engine(actions)
     _add_soak(actions)
 
 
@@ -77,11 +77,51 @@ def _add_pace(actions: Any) -> None:
     pace.set_defaults(run=_run("pace", "pace"))
 
 
-def _common() -> argparse.ArgumentParser:
+def _add_peers(actions: Any) -> None:
+    peers = actions.add_parser(
+        "peers",
+        help="Paceline against other servers, those installed",
+        description="Every server in turn, alone on the machine, on the same prompts; rounds alternate in order and "
+        "medians count. Peers that are not installed are skipped with the line that installs them.",
+        parents=[_common(streams=PEER_STREAMS)],
+    )
+    peers.add_argument("--draft", help="Paceline's draft (default: that of the deployment file)")
+    peers.add_argument(
+        "--vllm-python",
+        type=Path,
+        default=Path(os.environ.get("PACELINE_VLLM_PYTHON", "vllm/bin/python")),
+        metavar="PATH",
+        help="interpreter of vLLM's environment (or $PACELINE_VLLM_PYTHON)",
+    )
+    peers.add_argument(
+        "--llama-server",
+        type=Path,
+        default=Path(os.environ.get("PACELINE_LLAMA_SERVER", "llama-server")),
+        metavar="PATH",
+        help="llama.cpp's server, llama-quantize beside it (or $PACELINE_LLAMA_SERVER)",
+    )
+    peers.add_argument("--only", nargs="+", metavar="NAME", help="columns to measure, such as 'paceline plain' vllm")
+    peers.add_argument("--quick", action="store_true", help="two rounds, one request per stream: a quarter of an hour")
+    peers.add_argument("--plot", type=Path, metavar="PNG", help="draw it (needs matplotlib)")
+    peers.set_defaults(run=_run("peers", "peers"))
+
+
+def _add_engine(actions: Any) -> None:
+    engine = actions.add_parser(
+        "engine",
+        help="the engine without Serve and HTTP, and the handoff to a draft",
+        parents=[_common(streams=PEER_STREAMS)],
+    )
+    engine.add_argument("--draft", default="none", choices=["none", "ngram"])
+    engine.set_defaults(run=_run("engine_alone", "engine"))
+
+
+def _common(streams: Sequence[int] = STREAMS) -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--streams", type=int, nargs="+", default=list(STREAMS), metavar="N")
+    common.add_argument("--streams", type=int, nargs="+", default=list(streams), metavar="N")
     common.add_argument("--rounds", type=int, default=3, help="alternating rounds; medians count")
     common.add_argument("--per-stream", type=int, default=3, metavar="N", help="requests per stream and round")
+    common.add_argument("--at-least", type=int, default=6, metavar="N", help="requests in a round")
     common.add_argument("--max-tokens", type=int, default=128)
     common.add_argument(
         "--workload",

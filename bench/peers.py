@@ -1,0 +1,172 @@
+"""`paceline bench peers`: this engine and other servers, one at a time, in rounds of alternating order.
+
+Owns who takes part and the order of measurement: a server is started for its turn and stopped after it, so that
+nothing else runs while one is measured. Medians over the rounds count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+
+from bench import servers
+from bench.bare import bare_engine
+from bench.client import Run, load
+from bench.memory import read_bandwidth
+from bench.peer_report import Report, Row, as_markdown, describe_machine, plot, write
+from bench.workload import Workload, built_in, pick, read
+from engine.errors import ConfigError, EngineUnavailable
+from engine.model_store import EMBEDDED, resolve_model
+
+VLLM_NGRAM = '{"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":4,"prompt_lookup_min":2}'
+LLAMA_NGRAM = ("--spec-type", "ngram-simple", "--draft-max", "5")
+WARM_UP_TOKENS = 16
+
+Ask = Callable[[Sequence[str], int, dict[str, Any]], Run]
+"""Send these prompts, so many at a time, with this merged into each body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Somebody who can be asked now."""
+
+    ask: Ask
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One column of the report."""
+
+    name: str
+    start: Callable[[int], contextlib.AbstractContextManager[Ready]]
+    """For at most so many streams."""
+    is_peer: bool = True
+    drafts: bool = False
+    starts_by_level: bool = False
+    """Its best configuration depends on the number of streams."""
+
+
+def peers(options: argparse.Namespace) -> int:
+    """Measure and report; exit status 1 if any request failed."""
+    if options.quick:
+        options.rounds, options.per_stream = 2, 1
+    console, progress = Console(), Console(stderr=True)
+    workload = choose_workload(options)
+    chosen = [one for one in contenders(options) if not options.only or one.name in options.only]
+    runs: dict[tuple[str, int], list[Run]] = {}
+    versions: dict[str, str] = {}
+    bandwidths = []
+    for turn in range(options.rounds):
+        bandwidths.append(read_bandwidth())
+        progress.print(f"round {turn + 1}: memory reads at {bandwidths[-1] / 1e9:.1f} GB/s")
+        for contender in chosen if turn % 2 == 0 else reversed(chosen):
+            try:
+                for count, run, version in _turn(contender, workload, options, turn):
+                    runs.setdefault((contender.name, count), []).append(run)
+                    versions[contender.name] = version
+                    progress.print(f"{contender.name}, {count} streams: {run.tokens_per_s:.1f} tok/s {run.errors[:1]}")
+            except servers.NotInstalled as missing:
+                progress.print(f"[yellow]skipped {contender.name}[/yellow]: {missing}")
+            except EngineUnavailable as broken:
+                progress.print(f"[red]{contender.name}[/red]: {broken}")
+    rows = [
+        Row(one.name, versions[one.name], one.is_peer, one.drafts, count, tuple(runs[one.name, count]))
+        for count in options.streams
+        for one in chosen
+        if (one.name, count) in runs
+    ]
+    report = Report(
+        machine=describe_machine(servers.num_cores()),
+        workload=workload.name,
+        max_tokens=options.max_tokens,
+        bandwidth=max(bandwidths),
+        weight_bytes=(resolve_model(EMBEDDED) / "model.safetensors").stat().st_size,
+        rows=tuple(rows),
+    )
+    console.print(as_markdown(report), markup=False, soft_wrap=True)
+    write(report, options.out)
+    if options.plot is not None:
+        plot(report, options.plot)
+    return 1 if any(row.num_errors for row in rows) else 0
+
+
+def contenders(options: argparse.Namespace) -> list[Contender]:
+    """Everybody who may take part, installed or not; the order of the report."""
+    draft = ["--draft", options.draft] if options.draft else []
+    vllm, llama = options.vllm_python, options.llama_server
+    return [
+        Contender("engine alone", lambda _: _bare("none"), is_peer=False),
+        Contender("paceline plain", lambda _: _over_http(servers.paceline(["--draft", "none"])), is_peer=False),
+        Contender("paceline", lambda _: _over_http(servers.paceline(draft)), is_peer=False, drafts=True),
+        Contender("vllm", lambda _: _over_http(servers.vllm(vllm, []))),
+        Contender(
+            "vllm ngram",
+            lambda _: _over_http(servers.vllm(vllm, ["--speculative-config", VLLM_NGRAM])),
+            drafts=True,
+        ),
+        Contender(
+            "llama.cpp",
+            lambda streams: _over_http(servers.llama_cpp(llama, [], streams=streams)),
+            starts_by_level=True,
+        ),
+        Contender(
+            "llama.cpp ngram",
+            lambda streams: _over_http(servers.llama_cpp(llama, LLAMA_NGRAM, streams=streams)),
+            drafts=True,
+            starts_by_level=True,
+        ),
+    ]
+
+
+def _turn(
+    contender: Contender, workload: Workload, options: argparse.Namespace, turn: int
+) -> Iterator[tuple[int, Run, str]]:
+    """All numbers of streams, on prompts that depend on the number and the round alone."""
+    levels = [[count] for count in options.streams] if contender.starts_by_level else [list(options.streams)]
+    body = {"max_tokens": options.max_tokens} | workload.body
+    for counts in levels:
+        with contender.start(max(counts)) as ready:
+            for count in counts:
+                prompts = pick(workload, max(count * options.per_stream, options.at_least), seed=1000 * count + turn)
+                ready.ask(prompts[:count], count, body | {"max_tokens": WARM_UP_TOKENS})
+                yield count, ready.ask(prompts, count, body), ready.version
+
+
+@contextlib.contextmanager
+def _over_http(starting: contextlib.AbstractContextManager[servers.Server]) -> Iterator[Ready]:
+    with starting as server:
+        yield Ready(partial(_ask_server, server), server.version)
+
+
+def _ask_server(server: servers.Server, prompts: Sequence[str], streams: int, body: dict[str, Any]) -> Run:
+    return asyncio.run(load(server.url, server.model, prompts, streams=streams, body=body))
+
+
+@contextlib.contextmanager
+def _bare(draft: str) -> Iterator[Ready]:
+    with bare_engine(draft) as engine:
+        yield Ready(
+            lambda prompts, streams, body: engine.load(prompts, streams=streams, max_tokens=body["max_tokens"]), ""
+        )
+
+
+def choose_workload(options: argparse.Namespace) -> Workload:
+    """One workload: that of a prompt file, or a built-in one.
+
+    Raises:
+        ConfigError: there is no such workload.
+    """
+    if options.prompts is not None:
+        return read(options.prompts)
+    known = built_in()
+    if len(options.workload) != 1 or options.workload[0] not in known:
+        raise ConfigError(f"--workload: {' '.join(options.workload)!r} given; allowed: one of {', '.join(known)}")
+    return known[options.workload[0]]
