@@ -61,6 +61,9 @@ class SpeculativeConfig(Settings):
     """Draft tokens per request and step, and the upper bound under every policy."""
     threshold_max_batch: Annotated[int, Field(ge=1)] = 16
     """Policy `threshold`: no drafting at this many decoding requests or more."""
+    lookup: bool = True
+    """With `draft_model` or `eagle`: draft by prompt lookup where the last tokens have occurred before in the request,
+    and by the model elsewhere."""
     ngram_min: Annotated[int, Field(ge=1, le=16)] = 2
     """Shortest suffix, in tokens, that prompt lookup matches."""
     ngram_max: Annotated[int, Field(ge=1, le=16)] = 4

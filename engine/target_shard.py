@@ -31,6 +31,7 @@ from engine.draft_dock import MAX_FEED, MAX_RELEASED, DraftDock, DraftInfo, Feat
 from engine.drafter import Drafter, NoDrafter
 from engine.drafters.draft_model import DraftLink, RemoteDrafter
 from engine.drafters.forced import ForcedDrafter
+from engine.drafters.lookup_first import LookupFirst
 from engine.drafters.ngram import NgramDrafter
 from engine.drafters.wrong import WrongDrafter
 from engine.engine import Engine
@@ -189,7 +190,8 @@ class TargetShard:
             max_step_tokens=config.max_step_tokens,
             max_model_len=self._max_model_len,
         )
-        drafter = self._make_drafter()
+        remote = self._make_remote()
+        drafter = self._make_drafter(remote)
         grammars = Grammars(lambda: load_tokenizer_info(self.folder, self._model.config.vocab_size))
         self.engine = engine = Engine(
             scheduler=scheduler,
@@ -201,10 +203,10 @@ class TargetShard:
             observers=[observe],
             grammars=grammars,
         )
-        if isinstance(drafter, RemoteDrafter):
-            self._features_to = drafter if self._feature_layers else None
+        if remote is not None:
+            self._features_to = remote if self._feature_layers else None
             self._dock = DraftDock(
-                drafter,
+                remote,
                 max_rows=config.max_num_requests,
                 max_k=max(1, config.speculative.k),
                 target_vocab=self._model.config.vocab_size,
@@ -288,18 +290,26 @@ class TargetShard:
         width = len(self._feature_layers) * self._model.config.hidden_size
         return FeatureShape(width, self._model.dtype.itemsize, self.config.max_step_tokens)
 
-    def _make_drafter(self) -> Drafter:
+    def _make_remote(self) -> RemoteDrafter | None:
+        """The way to the model of another process, where the method has one."""
         speculative = self.config.speculative
-        if speculative.method == "ngram":
-            return NgramDrafter(min_size=speculative.ngram_min, max_size=speculative.ngram_max)
-        if speculative.method in ("draft_model", "eagle"):
-            return RemoteDrafter(
-                max_feed=MAX_FEED,
-                max_released=MAX_RELEASED,
-                deadline_s=speculative.deadline_s,
-                on_down=lambda reason: self._send(DraftStatus(up=False, reason=reason)),
-            )
-        return NoDrafter()
+        if speculative.method not in ("draft_model", "eagle"):
+            return None
+        return RemoteDrafter(
+            max_feed=MAX_FEED,
+            max_released=MAX_RELEASED,
+            deadline_s=speculative.deadline_s,
+            on_down=lambda reason: self._send(DraftStatus(up=False, reason=reason)),
+        )
+
+    def _make_drafter(self, remote: RemoteDrafter | None) -> Drafter:
+        speculative = self.config.speculative
+        if speculative.method == "none":
+            return NoDrafter()
+        lookup = NgramDrafter(min_size=speculative.ngram_min, max_size=speculative.ngram_max)
+        if remote is None:
+            return lookup
+        return LookupFirst(lookup, remote) if speculative.lookup else remote
 
     def _spoilt(self, drafter: Drafter) -> Drafter:
         if self.config.speculative.wrong_drafts:

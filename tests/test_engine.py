@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from reference import generate
 
 from engine.drafter import Drafter, NoDrafter
+from engine.drafters.lookup_first import LookupFirst
 from engine.drafters.ngram import NgramDrafter
 from engine.errors import ConfigError
 from engine.request import SamplingParams, SpeculativeOptions, Submit
@@ -23,7 +24,7 @@ from engine.request import SamplingParams, SpeculativeOptions, Submit
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCAB = 7
-METHODS = ("none", "ngram", "draft_model", "draft_model_reduced", "draft_model_small_pool")
+METHODS = ("none", "ngram", "draft_model", "draft_model_reduced", "draft_model_small_pool", "draft_model+lookup")
 
 
 def make_drafter(method: str, block_size: int) -> Drafter:
@@ -31,6 +32,9 @@ def make_drafter(method: str, block_size: int) -> Drafter:
         return NoDrafter()
     if method == "ngram":
         return NgramDrafter(min_size=1, max_size=3)
+    if method.endswith("+lookup"):
+        model = make_drafter(method.removesuffix("+lookup"), block_size)
+        return LookupFirst(NgramDrafter(min_size=2, max_size=3), model)
     if method == "draft_model_reduced":
         draft = ToyModel(vocab_size=VOCAB, columns=5, block_size=block_size, seed=3)
         return toy_drafter(draft, vocab=torch.tensor([6, 1, 4, 0, 2]), max_feed=9)

@@ -6,6 +6,7 @@ runs per test; the draws of unseeded requests are fresh in each run.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,10 +19,12 @@ from statistic import p_value
 from toy_eagle import FeaturedToy, toy_eagle
 
 from engine.drafter import Drafter, NoDrafter
+from engine.drafters.lookup_first import LookupFirst
 from engine.drafters.ngram import NgramDrafter
-from engine.request import SamplingParams, Submit
+from engine.plan import Choice, Plan
+from engine.request import Request, SamplingParams, Submit
 from engine.sampling import Law, Purpose, draw, gumbel, stream_seed, warp
-from engine.step import Batch, Draft, DraftRow
+from engine.step import Batch, Draft, DraftRow, StepStats
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -51,6 +54,9 @@ def sample(
 
 def target_and_drafter(method: str) -> tuple[ToyModel, Drafter]:
     """The same law for every method."""
+    if method.endswith("+lookup"):
+        target, model = target_and_drafter(method.removesuffix("+lookup"))
+        return target, LookupFirst(NgramDrafter(min_size=2, max_size=3), model)
     if method == "eagle":
         target = FeaturedToy(vocab_size=VOCAB)
         law = ToyModel(vocab_size=VOCAB, columns=4, seed=9, blend=0.5)
@@ -69,7 +75,7 @@ def drafter_of(method: str) -> Drafter:
 
 
 @pytest.mark.parametrize("seeded", [False, True], ids=["rejection", "coupled"])
-@pytest.mark.parametrize("method", ["none", "ngram", "draft_model", "draft_model_reduced", "eagle"])
+@pytest.mark.parametrize("method", ["none", "ngram", "draft_model", "draft_model_reduced", "eagle", "eagle+lookup"])
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.8)])
 def test_emitted_tokens_follow_the_target(method: str, temperature: float, top_p: float, seeded: bool) -> None:
     target, drafter = target_and_drafter(method)
@@ -171,3 +177,35 @@ def test_a_draft_may_be_cut_by_its_law_but_not_by_the_token_drawn(looks_at_token
     counts = sample(target, drafter, SamplingParams(), seeded=False, runs=2500)
     law = sequence_law(target.logits_after, PROMPT, SamplingParams(max_tokens=NUM_TOKENS))
     assert (p_value(counts, law) > ODDS) is not looks_at_token
+
+
+class FloorPacer(RandomPacer):
+    """A random K and a random floor of confidence for every request in every step."""
+
+    def __init__(self, seed: int, max_k: int) -> None:
+        super().__init__(seed, max_k)
+        self.num_cut = self.num_whole = 0
+
+    def choose(self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int) -> list[Choice]:
+        choices = super().choose(plan, decodes, num_prefill_rows)
+        return [replace(choice, floor=float(self._random.random())) for choice in choices]
+
+    def observe(self, stats: StepStats) -> None:
+        for outcome in stats.outcomes:
+            self.num_cut += outcome.num_drafted < outcome.num_asked
+            self.num_whole += outcome.num_drafted == outcome.num_asked
+
+
+@pytest.mark.parametrize("seeded", [False, True], ids=["rejection", "coupled"])
+def test_a_draft_that_stops_where_its_confidence_says_so_leaves_the_law_alone(seeded: bool) -> None:
+    target, pacer = ToyModel(vocab_size=VOCAB), FloorPacer(3, max_k=4)
+    engine = ToyEngine(target, drafter_of("draft_model"), pacer, max_num_requests=16, max_step_tokens=128)
+    sampling = SamplingParams(max_tokens=NUM_TOKENS)
+    submits = [
+        Submit(request_id=f"r{i}", prompt=PROMPT, sampling=replace(sampling, seed=i if seeded else None))
+        for i in range(2500)
+    ]
+    counts = Counter(tuple(tokens) for tokens in engine.run(submits).values())
+    assert p_value(counts, sequence_law(target.logits_after, PROMPT, sampling)) > ODDS
+    assert pacer.num_cut > 300
+    assert pacer.num_whole > 300
