@@ -192,8 +192,10 @@ def _given(**values: Any) -> dict[str, Any]:
 
 def _check(options: argparse.Namespace) -> int:
     for file in options.files:
-        yaml_config.load(file)
+        values = yaml_config.load(file)
         print(f"{file}: ok")
+        for settings in yaml_config.check(values):
+            print(f"  {settings.served_name}: {yaml_config.describe_upgrade(settings)}")
     return 0
 
 

@@ -122,6 +122,17 @@ def past_proxy(values: dict[str, Any], *, proxy_host: str, proxy_port: int) -> d
     return changed
 
 
+def describe_upgrade(settings: AppSettings) -> str:
+    """What deploying other `args` over these will do to requests, in a sentence."""
+    drain = f"what runs has {settings.drain_timeout_s:g} s to finish"
+    if settings.num_replicas > 1:
+        return f"new args replace {settings.num_replicas} replicas one by one, {drain}, no request is dropped"
+    waits = "are refused" if settings.direct_port is not None else "wait"
+    return (
+        f"new args replace the only replica: {drain}, new requests {waits} until it is up; user_config needs no restart"
+    )
+
+
 def with_user_config(values: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """A copy with these live settings changed in every application of ours; see `LiveSettings`."""
     changed: dict[str, Any] = yaml.safe_load(yaml.safe_dump(values))

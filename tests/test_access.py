@@ -16,13 +16,15 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 from api_harness import CHAT, COMPLETION, dependencies, error_of, make_engine, post
 from fake_engine import FakeEngine
 
 from deployments.access import Access, is_loopback
 from deployments.admission import Admission
 from deployments.api import build_api
-from deployments.keys import KeyEntry, KeyRing, add_key, hash_key, new_key
+from deployments.keys import KEYS_ENV, KeyEntry, KeyRing, add_key, hash_key, new_key
+from deployments.yaml_config import DEFAULT_FILE, check
 from engine.errors import ConfigError
 
 KEY, OTHER = new_key(), new_key()
@@ -276,6 +278,18 @@ def test_keys_and_prompts_are_not_logged(caplog: pytest.LogCaptureFixture) -> No
     assert KEY not in logged
     assert hashlib.sha256(KEY.encode()).hexdigest() not in logged
     assert secret not in logged
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "server.example", None])
+def test_a_deployment_that_others_can_reach_needs_keys(host: str | None, tmp_path: Path) -> None:
+    values = yaml.safe_load(DEFAULT_FILE.read_text())
+    values["http_options"] = {"port": 8000} if host is None else {"host": host, "port": 8000}
+    with pytest.raises(ConfigError, match="API keys"):
+        check(values, {})
+    assert check(values, {KEYS_ENV: KEY})
+    add_key(tmp_path / "keys.yaml", "a")
+    values["applications"][0]["args"]["api_keys_file"] = str(tmp_path / "keys.yaml")
+    assert check(values, {})
 
 
 @pytest.mark.parametrize(
