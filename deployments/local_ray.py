@@ -121,7 +121,7 @@ class LocalRay:
             EngineUnavailable: Serve does not take it.
         """
         try:
-            answer = httpx.put(f"{self.dashboard_url}{APPLICATIONS}", json=values, headers=self.headers, timeout=30.0)
+            answer = httpx.put(f"{self.dashboard_url}{APPLICATIONS}", json=values, headers=self.headers, timeout=120.0)
         except httpx.HTTPError as error:
             raise EngineUnavailable(f"the Ray dashboard does not answer: {error}") from None
         if not answer.is_success:
