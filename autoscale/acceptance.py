@@ -3,11 +3,13 @@
 Owns the counts. Three levels: what the whole app has seen of this kind of request (priors, from the plan), what this
 engine has seen of it at each position, and how much better or worse one request does than that. Counts are decayed;
 the level above is worth a few observations of the level below (a Beta prior's mean and strength). Positions behind a
-rejection, and those the draft stopped before, were never reached and count as nothing.
+rejection, and those the draft stopped before, were never reached and count as nothing: whether it goes on depends on
+what stands before a position, not on what would have become of it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +29,7 @@ POSITION_DECAY = 0.999
 REQUEST_DECAY = 0.97
 """Per drafting step of that request; remembers about thirty."""
 LOWEST, HIGHEST = 0.01, 0.99
+CALIBRATION_RATE, MOST_EXPONENT = 0.01, 10.0
 _INDEX = {workload: index for index, workload in enumerate(WORKLOADS)}
 
 Floats = npt.NDArray[np.float64]
@@ -55,8 +58,10 @@ class Acceptance:
         self._prior = np.tile(self._default, (len(WORKLOADS), 1))  # [workloads, max_k]
         self._reached = np.zeros((len(WORKLOADS), max_k))
         self._accepted = np.zeros((len(WORKLOADS), max_k))
-        self._rates = self._prior.copy()
+        self._rates = self._prior.copy()  # given that the position is reached
         self._records: dict[int, _Record] = {}
+        self._exponents = [1.0] * len(WORKLOADS)
+        self.has_confidences = False
 
     @property
     def num_tracked(self) -> int:
@@ -106,9 +111,12 @@ class Acceptance:
             record.accepted = REQUEST_DECAY * record.accepted + outcome.num_accepted
             record.expected = REQUEST_DECAY * record.expected + float(self._rates[kind, :reached].sum())
             record.skill = (REQUEST_STRENGTH + record.accepted) / (REQUEST_STRENGTH + record.expected)
-            self._reached[kind, :reached] = POSITION_DECAY * self._reached[kind, :reached] + 1.0
-            self._accepted[kind, :reached] *= POSITION_DECAY
-            self._accepted[kind, : outcome.num_accepted] += 1.0
+            if outcome.confidences:
+                self._calibrate(kind, outcome)
+            # All positions fade: one that is not asked for any more is told by those before it after a while.
+            for counts, seen in ((self._reached, reached), (self._accepted, outcome.num_accepted)):
+                counts[kind] *= POSITION_DECAY
+                counts[kind, :seen] += 1.0
         for kind in touched:
             self._update(kind)
 
@@ -125,9 +133,35 @@ class Acceptance:
         for key in keys:
             self._records.pop(key, None)
 
+    def confidence_of(self, survival: float, kind: int) -> float:
+        """The product of a draft's confidences at which it stands with this probability.
+
+        Acceptance is taken to be a power of the draft's confidence, learnt for each kind.
+        """
+        return float(min(1.0, max(0.0, survival)) ** (1.0 / self._exponents[kind]))
+
+    def deeper(self, kind: int) -> float:
+        """Acceptance of the positions right behind the first one."""
+        return float(self._rates[kind, 1:3].mean()) if self._rates.shape[1] > 1 else 0.0
+
+    def _calibrate(self, kind: int, outcome: RowOutcome) -> None:
+        self.has_confidences = True
+        exponent, excess = self._exponents[kind], 0.0
+        for position, confidence in enumerate(outcome.confidences[: outcome.num_accepted + 1]):
+            excess += confidence**exponent - (position < outcome.num_accepted)
+        changed = exponent * math.exp(CALIBRATION_RATE * excess)
+        self._exponents[kind] = min(MOST_EXPONENT, max(1 / MOST_EXPONENT, changed))
+
     def _update(self, kind: int) -> None:
-        believed = self._accepted[kind] + PRIOR_STRENGTH * self._prior[kind]
-        self._rates[kind] = believed / (self._reached[kind] + PRIOR_STRENGTH)
+        """Accepted over reached; where little was reached, the prior as far off as it was a position before."""
+        rates: list[float] = []
+        off = 1.0
+        counts = (self._prior[kind].tolist(), self._accepted[kind].tolist(), self._reached[kind].tolist())
+        for prior, accepted, reached in zip(*counts, strict=True):
+            expected = min(HIGHEST, off * prior)
+            rates.append((accepted + PRIOR_STRENGTH * expected) / (reached + PRIOR_STRENGTH))
+            off = rates[-1] / prior if prior > 0 else 1.0
+        self._rates[kind] = rates
 
 
 def kind_of(workload: WorkloadClass) -> int:

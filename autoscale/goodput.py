@@ -100,6 +100,8 @@ class Goodput:
         mode = self.toggle.decide(gain, self._now_s, worth_probing=worth_probing)
         if mode == "on":
             self.predicted = best
+            if best.depth > 1 and self.acceptance.has_confidences:
+                return self._with_floors(best, len(decodes) + num_prefill_rows)
             return [_CHOICES[k] for k in best.ks.tolist()]
         self.predicted = Allocation(best.ks * 0, float(len(decodes)), plain_s)
         choices = [_NOT_BELIEVED if worth_probing else _TOO_MANY] * len(decodes)
@@ -149,6 +151,27 @@ class Goodput:
         )
         self._depth = max(1, best.depth)
         return best, plain_s
+
+    def _with_floors(self, best: Allocation, rows: int) -> list[Choice]:
+        """Choices with the product of confidences below which a pass and a row more would not pay.
+
+        What a position must yield is its price in tokens: goodput times the seconds of its row and its share of a pass.
+        """
+        ks, kinds = best.ks.tolist(), self._batch.kinds.tolist()
+        drafted, deep = sum(ks), sum([k > 1 for k in ks])
+        row_s = (self.cost.verify_s(rows + drafted, 0) - self.cost.verify_s(rows, 0)) / drafted
+        price = best.goodput * (row_s + self.cost.pass_s(deep) / deep**2)
+        known: dict[tuple[int, int], Choice] = {}
+        for place in zip(ks, kinds, strict=True):
+            if place not in known:
+                known[place] = self._with_floor(*place, price)
+        return [known[place] for place in zip(ks, kinds, strict=True)]
+
+    def _with_floor(self, k: int, kind: int, price: float) -> Choice:
+        if k < 2:
+            return _CHOICES[k]
+        survival = price / max(1e-3, self.acceptance.deeper(kind))
+        return Choice(k, "plan", self.acceptance.confidence_of(survival, kind))
 
     def _depths(self, keys: list[int], decodes: Sequence[Request], width: int) -> range:
         """The depth chosen last and a neighbour, in turns; all of them when the batch has changed, and now and then.

@@ -35,6 +35,8 @@ class Workload:
     spread: float = 0.1
     mean_tokens: int = 128
     prompt_len: int = 200
+    certainty: float = 0.0
+    """Standard deviation of acceptance between positions of one request, which the draft's confidence tells."""
 
 
 WORKLOADS = {
@@ -212,19 +214,36 @@ class Simulation:
             if k > 0:  # the draft reads what it has not seen, then runs ahead
                 fed += len(request.tokens) - self._read.get(request.key, 0)
                 self._read[request.key] = len(request.tokens)
-            accepted = 0
-            while accepted < k and rng.random() < truth[request.key]:
-                accepted += 1
+            drafted, accepted, confidences = self._draft(truth[request.key], k, choice.floor, rng)
             request.tokens += [0] * (accepted + 1)
             request.num_computed += accepted + 1
             emitted += accepted + 1
             reasons[choice.reason] = reasons.get(choice.reason, 0) + 1
             if k > 0:
-                counts = (k, accepted, len(request.tokens))
-                outcomes.append(RowOutcome(request.key, *counts, request.submit.sampling.workload))
+                counts = (drafted, accepted, len(request.tokens))
+                kind = request.submit.sampling.workload
+                asked = k if choice.floor > 0 else 0
+                outcomes.append(RowOutcome(request.key, *counts, kind, asked, confidences))
             if request.num_generated >= request.submit.sampling.max_tokens:
                 request.finish_reason = "length"
         return self._stats(step_id, live, outcomes, emitted, context, fed, reasons, rng)
+
+    def _draft(self, rate: float, k: int, floor: float, rng: np.random.Generator) -> tuple[int, int, tuple[float, ...]]:
+        """Drafted and accepted tokens, and the draft's confidences where it has any."""
+        if self._workload.certainty == 0:
+            accepted = 0
+            while accepted < k and rng.random() < rate:
+                accepted += 1
+            return k, accepted, ()
+        confidences: list[float] = []
+        accepted = 0
+        survival = 1.0
+        while len(confidences) < k and survival >= floor:
+            confidence = float(np.clip(rng.normal(rate, self._workload.certainty), 0.02, 0.98))
+            accepted += accepted == len(confidences) and rng.random() < confidence
+            confidences.append(confidence)
+            survival *= confidence
+        return len(confidences), accepted, tuple(confidences)
 
     def _stats(
         self,

@@ -36,7 +36,7 @@ from engine.draft_protocol import (
     encode_options,
 )
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 _MAGIC = int.from_bytes(b"pacedraf", "little")
 _OPENED, _HEARTBEAT = 16, 17
 _ORDER_EPOCH, _ORDER_ROWS, _ORDER_FEED, _ORDER_RELEASED, _ORDER_OPTIONS, _ORDER_SEQ = 24, 25, 26, 27, 28, 32
@@ -57,6 +57,7 @@ _ORDER_ROW = np.dtype(
         ("coupled", "<i8"),
         ("top_k", "<i8"),
         ("min_p", "<f8"),
+        ("floor", "<f8"),
         ("num_options", "<i8"),
     ]
 )
@@ -166,7 +167,7 @@ class DraftBlock:
         self._order_rows[: len(rows)] = [
             (
                 *(r.key, r.start, len(r.feed), r.k, r.temperature, r.top_p, r.stream_key, r.attempt, r.coupled),
-                *(r.top_k, r.min_p, len(blob)),
+                *(r.top_k, r.min_p, r.floor, len(blob)),
             )
             for r, blob in zip(rows, blobs, strict=True)
         ]
@@ -284,11 +285,12 @@ def _order_row(
     raw: tuple[Any, ...], feed: tuple[int, ...], blob: bytes, max_k: int, feature_rows: tuple[int, ...]
 ) -> OrderRow:
     """Raises ValueError or CorruptBlock."""
-    key, start, _, k, temperature, top_p, stream, attempt, coupled, top_k, min_p, _ = raw
+    key, start, _, k, temperature, top_p, stream, attempt, coupled, top_k, min_p, floor, _ = raw
     return OrderRow(
         *(key, start, feed, count("k", k, max_k), temperature, top_p, stream, attempt, bool(coupled)),
         top_k=top_k,
         min_p=min_p,
+        floor=floor,
         options=decode_options(blob),
         feature_rows=feature_rows,
     )

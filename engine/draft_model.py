@@ -194,7 +194,7 @@ class DraftModel:
         return SpanRows(token_ids, start, sequence.block_ids, num_logits, positions)
 
     def _run_ahead(self, active: list[Drafting], outputs: Outputs | None, probs: torch.Tensor) -> None:
-        """Draft one token per row and pass, each row up to its own K."""
+        """Draft one token per row and pass, each row up to its own K or floor."""
         while active and outputs is not None:
             shaper = Shaper(self._columns)
             for index, row in enumerate(active):
@@ -206,7 +206,7 @@ class DraftModel:
                 active, outputs = _kept(active, outputs, possible)
             if active:
                 self._choose(active, outputs.logits, probs)
-            active, outputs = _kept(active, outputs, [len(row.token_ids) < row.k for row in active])
+            active, outputs = _kept(active, outputs, [row.goes_on for row in active])
             if active:
                 outputs = self._go_on(active, outputs.carried)
 
@@ -225,7 +225,7 @@ class DraftModel:
             logits: [len(active), draft_vocab] float32.
         """
         columns = logits.argmax(dim=-1)
-        confidences = torch.exp(logits.amax(dim=-1) - logits.logsumexp(dim=-1)).tolist()
+        confidences = logits.softmax(dim=-1).amax(dim=-1).tolist()
         sampled = [index for index, row in enumerate(active) if not row.law.greedy]
         if sampled:
             q = warp(logits[sampled], [active[index].law for index in sampled])
@@ -239,6 +239,7 @@ class DraftModel:
         for row, token, confidence in zip(active, chosen, confidences, strict=True):
             row.token_ids.append(token)
             row.confidences.append(confidence)
+            row.survival *= confidence
             row.sequence.tokens.append(token)
             rules = row.sequence.rules
             if rules is not None and (not rules.push(token) or rules.has_ended):

@@ -115,6 +115,8 @@ class OrderRow:
     min_p: float = 0.0
     options: TokenOptions | None = None
     """Told once, with `start` 0; None where all are neutral."""
+    floor: float = 0.0
+    """Go on only while the product of the confidences so far is at least this."""
     feature_rows: tuple[int, ...] = ()
     """Per fed token, the row of the buffer's features that holds those of the position before it; -1 where there are
     none (any more). Empty where the draft reads no features."""
@@ -126,6 +128,8 @@ class OrderRow:
             raise ValueError(f"order row {self.key}: temperature {self.temperature} or top_p {self.top_p} out of range")
         if self.top_k < 0 or not 0 <= self.min_p <= 1:
             raise ValueError(f"order row {self.key}: top_k {self.top_k} or min_p {self.min_p} out of range")
+        if not 0 <= self.floor <= 1:
+            raise ValueError(f"order row {self.key}: floor {self.floor} is not within 0 and 1")
         if self.options is not None and self.start > 0:
             raise ValueError(f"order row {self.key}: options are told with start 0, not {self.start}")
         if self.feature_rows and len(self.feature_rows) != len(self.feed):

@@ -49,6 +49,9 @@ class Choice:
 
     k: int
     reason: KReason
+    floor: float = 0.0
+    """The draft goes on only while the product of its confidences so far is at least this. It knows that before it
+    computes the next position, whatever token it then draws there, so the law of what is emitted stays the target's."""
 
 
 class Pacer(Protocol):

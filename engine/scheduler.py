@@ -103,7 +103,7 @@ class Scheduler:
             k, reason = self._cap(request, choice, rows_left)
             k, reason = self._reserve_decode(request, k, reason)
             if request in self._running:
-                spans.append(Span(request, request.num_computed, 1, k, True, reason))
+                spans.append(Span(request, request.num_computed, 1, k, True, reason, choice.floor))
                 rows_left -= k
         budget = max(0, rows_left)
         for request in [r for r in self._running if r.extend_len > 1]:

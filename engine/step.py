@@ -48,6 +48,8 @@ class Span:
     samples: bool
     """Whether it reaches the end of the committed tokens, so that its last row yields a token."""
     reason: KReason
+    floor: float = 0.0
+    """See Choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,10 @@ class RowOutcome:
     num_tokens: int
     """Committed tokens of the request after the step."""
     workload: WorkloadClass = "greedy"
+    num_asked: int = 0
+    """Draft tokens that were asked for where the draft could stop before, as `floor` says; else 0."""
+    confidences: tuple[float, ...] = ()
+    """Of the drafted tokens, as in DraftRow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,8 +38,17 @@ def step_stats(
             k_by_reason[drafted.reason] = k_by_reason.get(drafted.reason, 0) + 1
         request = span.request
         if drafted.token_ids:
-            counts = (len(drafted.token_ids), row.num_accepted, len(request.tokens))
-            outcomes.append(RowOutcome(request.key, *counts, request.submit.sampling.workload))
+            outcomes.append(
+                RowOutcome(
+                    request.key,
+                    num_drafted=len(drafted.token_ids),
+                    num_accepted=row.num_accepted,
+                    num_tokens=len(request.tokens),
+                    workload=request.submit.sampling.workload,
+                    num_asked=span.k if span.floor > 0 and drafted.confidences else 0,
+                    confidences=drafted.confidences,
+                )
+            )
         if request.finish_reason is not None and request.num_draft_steps:
             accepted_means.append(request.num_accepted / request.num_draft_steps)
     return StepStats(

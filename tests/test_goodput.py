@@ -50,14 +50,24 @@ def test_the_allocation_is_the_best_of_all(batch: int, width: int, seed: int, ki
 
 
 def test_positions_behind_a_rejection_count_as_nothing() -> None:
-    acceptance = Acceptance(4, prior=(0.5,))
-    before = acceptance.by_position()
-    for _ in range(200):
-        acceptance.observe([RowOutcome(1, 4, 1, 10)])  # the second of four was rejected
-    after = acceptance.by_position()
-    assert after[0] > 0.9
-    assert after[1] < 0.1
-    assert np.array_equal(after[2:], before[2:])
+    deep, shallow = Acceptance(4, prior=(0.5,)), Acceptance(4, prior=(0.5,))
+    for _ in range(200):  # the second was rejected, of four and of two
+        deep.observe([RowOutcome(1, 4, 1, 10)])
+        shallow.observe([RowOutcome(1, 2, 1, 10)])
+    assert deep.by_position()[0] > 0.9
+    assert deep.by_position()[1] < 0.1
+    assert np.array_equal(deep.by_position(), shallow.by_position())
+
+
+def test_a_position_not_reached_for_long_is_told_by_those_before_it() -> None:
+    """Else a load whose drafts were bad once would never be given deep drafts again."""
+    acceptance = Acceptance(4, prior=(0.8,))
+    for _ in range(300):
+        acceptance.observe([RowOutcome(1, 4, 1, 10)])
+    assert acceptance.by_position()[1] < 0.1
+    for _ in range(6000):  # only the first is drafted, and it stands
+        acceptance.observe([RowOutcome(1, 1, 1, 10)])
+    assert acceptance.by_position()[1] > 0.5
 
 
 def test_a_request_that_does_better_than_the_others_is_believed() -> None:

@@ -211,6 +211,7 @@ class RemoteDrafter:
                     coupled=law.coupled,
                     top_k=law.top_k,
                     min_p=law.min_p,
+                    floor=span.floor,
                     options=request.rules.options if request.rules is not None and start == 0 else None,
                     feature_rows=self._log.rows(request.key, start, len(feed)) if self._log is not None else (),
                 )
