@@ -31,6 +31,7 @@ using bf16 = uint16_t;
 constexpr int kLanes = 16;
 constexpr int kRowChunk = 96;  // rows of an item, so that their inputs and a panel stay in the second-level cache
 constexpr int kQueries = 6;    // query vectors attended together
+constexpr int kAhead = 8192;   // weights that are asked for before their turn; panels lie end to end
 constexpr int kSlice = 4;      // 16-wide registers of a head's dimensions summed at once
 
 // ---------------------------------------------------------------------------------------------------- threads
@@ -189,7 +190,7 @@ void multiply(const bf16* x, long stride, const bf16* panel, int pairs, float* t
 #pragma GCC unroll 4
     for (int b = 0; b < B; ++b) {
       w[b] = as_bf16(_mm512_load_si512(line + b * 32));
-      if (M <= 2) _mm_prefetch(line + b * 32 + 2048, _MM_HINT_T0);
+      _mm_prefetch(line + b * 32 + kAhead, _MM_HINT_T1);
     }
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
