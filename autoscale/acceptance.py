@@ -73,6 +73,10 @@ class Acceptance:
         rates: Floats = self._rates[_INDEX[workload]].copy()
         return rates
 
+    def rates(self) -> Floats:
+        """[kinds, max_k] as `by_position`; not to be written to."""
+        return self._rates
+
     def mean_rates(self) -> Floats:
         """[max_k] as `by_position`, over all kinds in the shares in which they were seen."""
         weights = self._reached + 1e-3

@@ -178,7 +178,8 @@ class CostModel:
 
     def observe(self, stats: StepStats) -> None:
         """Learn from a step, after noting how wrong the prediction for it was."""
-        depth, batch = stats.depth, len(stats.outcomes)
+        drafted = [outcome.num_drafted for outcome in stats.outcomes if outcome.source == "method"]
+        depth, batch = max(drafted, default=0), len(drafted)
         predicted = self.step_s(stats.num_rows, stats.context_len, batch, depth, stats.num_fed)
         self.predicted_s = predicted
         if stats.step_s > 0:

@@ -7,7 +7,7 @@ was told of. No torch, no Ray.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +15,9 @@ import numpy.typing as npt
 from autoscale.acceptance import Acceptance, kind_of
 from autoscale.allocation import Allocation, allocate
 from autoscale.cost_model import BATCH_KNOTS, ROW_KNOTS, TRUST, CostModel, CostTable
-from autoscale.toggle import Toggle, ToggleParams
-from engine.config import MAX_K
+from autoscale.free_drafts import FreeDrafts
+from autoscale.toggle import Mode, Toggle, ToggleParams
+from engine.config import DRAFT_METHODS, MAX_K
 from engine.plan import Choice, Plan, Prior
 from engine.request import Request
 from engine.step import StepStats
@@ -26,6 +27,9 @@ PROBE_K = 2
 CATCH_UP_STEPS = 64
 """Steps over which the price of letting the draft read what it missed is spread."""
 LOOK_AROUND_STEPS = 32
+REPRICE_STEPS = 8
+PRICED_ROWS = 4
+"""Over so many rows the price of one is taken."""
 DEFAULT_TOGGLE = ToggleParams()
 GOOD_DRAFT = 0.9
 """Acceptance at which a load that drafts could pay for would show it."""
@@ -34,6 +38,7 @@ GOOD_DRAFT = 0.9
 _OFF = Choice(0, "off")
 _NOT_BELIEVED, _TOO_MANY, _LOOK = Choice(0, "acceptance"), Choice(0, "batch"), Choice(0, "probe")
 _CHOICES = (_NOT_BELIEVED, *(Choice(k, "plan") for k in range(1, MAX_K + 1)))
+_PROBES = tuple(Choice(k, "probe") for k in range(PROBE_K + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,8 @@ class _BatchFacts:
     keys: Sequence[int]
     kinds: npt.NDArray[np.int64]
     """[B] rows in `Acceptance`."""
+    kind_list: list[int]
+    """The same."""
     beyond: npt.NDArray[np.bool_] | None
     """[B, max_k] positions that a request may not get; None when all may get all."""
 
@@ -55,6 +62,7 @@ class Goodput:
         acceptance: of this engine's draft.
         max_k: bound under every plan.
         method: of drafting; priors of another one are left alone.
+        free: for prompt lookup that is asked before the method; None where that is not done.
     """
 
     def __init__(
@@ -64,6 +72,7 @@ class Goodput:
         *,
         max_k: int,
         method: str = "",
+        free: FreeDrafts | None = None,
         toggle: ToggleParams = DEFAULT_TOGGLE,
     ) -> None:
         self.cost = cost
@@ -71,11 +80,15 @@ class Goodput:
         self.toggle = Toggle(toggle)
         self._max_k = max_k
         self._method = method
+        self.free = free
         self._now_s = 0.0
         self._num_choices = 0
         self._depth = 1
-        self._batch = _BatchFacts((), np.zeros(0, dtype=np.int64), None)
+        self._batch = _BatchFacts((), np.zeros(0, dtype=np.int64), [], None)
         self._missed = 0.0
+        self._price = 0.0
+        self._free_ks: list[int] = []
+        self._made: dict[tuple[int, int], Choice] = {}  # choices at these prices, by id of the bare one and kind
         self._priors: tuple[Prior, ...] = ()
         self._known: dict[int, int] = {}  # request key -> tokens the draft has read
         self._optimist = GOOD_DRAFT ** np.arange(1, max_k + 1)
@@ -93,17 +106,28 @@ class Goodput:
             return [_OFF] * len(decodes)
         if plan.priors is not self._priors:
             self._priors = plan.priors
-            self.acceptance.believe([prior for prior in plan.priors if prior.method == self._method])
+            self._believe(plan.priors)
         best, plain_s = self._best(decodes, width, num_prefill_rows)
         gain = best.goodput * plain_s / len(decodes)
         worth_probing = self.toggle.is_on or self._could_pay(len(decodes), plain_s, num_prefill_rows)
         mode = self.toggle.decide(gain, self._now_s, worth_probing=worth_probing)
+        self.predicted = best if mode == "on" else Allocation(best.ks * 0, float(len(decodes)), plain_s)
+        if self._num_choices % REPRICE_STEPS == 0 or not self._made:
+            self._reprice(
+                best, len(decodes) + num_prefill_rows, width, max(self.predicted.goodput, len(decodes) / plain_s)
+            )
         if mode == "on":
-            self.predicted = best
-            if best.depth > 1 and self.acceptance.has_confidences:
-                return self._with_floors(best, len(decodes) + num_prefill_rows)
-            return [_CHOICES[k] for k in best.ks.tolist()]
-        self.predicted = Allocation(best.ks * 0, float(len(decodes)), plain_s)
+            bare = [_CHOICES[k] for k in best.ks.tolist()]
+        else:
+            bare = self._unless_on(mode, decodes, width, worth_probing=worth_probing)
+        made = self._made
+        # A bare choice is one of this module's constants, so its id names it for good.
+        places = zip(bare, self._batch.kind_list, strict=True)
+        return [made.get((id(choice), kind)) or self._complete(choice, kind) for choice, kind in places]
+
+    def _unless_on(self, mode: Mode, decodes: Sequence[Request], width: int, *, worth_probing: bool) -> list[Choice]:
+        if mode == "look":
+            return [_LOOK] * len(decodes)
         choices = [_NOT_BELIEVED if worth_probing else _TOO_MANY] * len(decodes)
         if mode == "probe":
             willing = [i for i, r in enumerate(decodes) if r.submit.speculative.enabled]
@@ -112,22 +136,49 @@ class Goodput:
             else:  # costs are in doubt: what would be chosen if they were lower
                 k = 1
             for index in willing:
-                choices[index] = Choice(k, "probe")
-        elif mode == "look":
-            choices = [_LOOK] * len(decodes)
+                choices[index] = _PROBES[k]
         return choices
+
+    def _reprice(self, best: Allocation, rows: int, width: int, goodput: float) -> None:
+        """What a position must yield to pay: goodput times the seconds of its row, and of its share of a pass."""
+        row_s = (self.cost.verify_s(rows + PRICED_ROWS, 0) - self.cost.verify_s(rows, 0)) / PRICED_ROWS
+        deep = max(1, int((best.ks > 1).sum()))
+        self._price = goodput * (row_s + self.cost.pass_s(deep) / deep**2)
+        if self.free is not None:
+            self._free_ks = self.free.ks(tokens_per_s=goodput, row_s=row_s, width=width)
+        self._made.clear()
+
+    def _complete(self, bare: Choice, kind: int) -> Choice:
+        """With the floor of confidence, and K of drafts that cost nothing but their rows."""
+        floor, free_k = 0.0, None
+        if bare.k > 1 and self.acceptance.has_confidences:
+            survival = self._price / max(1e-3, self.acceptance.deeper(kind))
+            floor = self.acceptance.confidence_of(survival, kind)
+        if self.free is not None:
+            free_k = 0 if bare is _LOOK else self._free_ks[kind]
+        done = self._made[id(bare), kind] = replace(bare, free_k=free_k, floor=floor)
+        return done
 
     def observe(self, stats: StepStats) -> None:
         self._now_s += stats.step_s
         self.cost.observe(stats)
-        self.acceptance.observe(stats.outcomes)
+        outcomes = stats.outcomes
+        if self.free is not None:
+            self.free.observe(outcomes, stats.ended)
+        outcomes = tuple([outcome for outcome in outcomes if outcome.source == "method"])
+        self.acceptance.observe(outcomes)
         self.acceptance.forget(stats.ended)
-        if stats.outcomes:
+        if outcomes:
             self.toggle.drafted(self._now_s)
-        for outcome in stats.outcomes:
+        for outcome in outcomes:
             self._known[outcome.key] = outcome.num_tokens
         for key in stats.ended:
             self._known.pop(key, None)
+
+    def _believe(self, priors: Sequence[Prior]) -> None:
+        self.acceptance.believe([prior for prior in priors if prior.method == self._method])
+        if self.free is not None:
+            self.free.acceptance.believe([prior for prior in priors if prior.method == "ngram"])
 
     def _best(self, decodes: Sequence[Request], width: int, num_prefill_rows: int) -> tuple[Allocation, float]:
         """The best allocation, and the duration of the step without drafts."""
@@ -152,27 +203,6 @@ class Goodput:
         self._depth = max(1, best.depth)
         return best, plain_s
 
-    def _with_floors(self, best: Allocation, rows: int) -> list[Choice]:
-        """Choices with the product of confidences below which a pass and a row more would not pay.
-
-        What a position must yield is its price in tokens: goodput times the seconds of its row and its share of a pass.
-        """
-        ks, kinds = best.ks.tolist(), self._batch.kinds.tolist()
-        drafted, deep = sum(ks), sum([k > 1 for k in ks])
-        row_s = (self.cost.verify_s(rows + drafted, 0) - self.cost.verify_s(rows, 0)) / drafted
-        price = best.goodput * (row_s + self.cost.pass_s(deep) / deep**2)
-        known: dict[tuple[int, int], Choice] = {}
-        for place in zip(ks, kinds, strict=True):
-            if place not in known:
-                known[place] = self._with_floor(*place, price)
-        return [known[place] for place in zip(ks, kinds, strict=True)]
-
-    def _with_floor(self, k: int, kind: int, price: float) -> Choice:
-        if k < 2:
-            return _CHOICES[k]
-        survival = price / max(1e-3, self.acceptance.deeper(kind))
-        return Choice(k, "plan", self.acceptance.confidence_of(survival, kind))
-
     def _depths(self, keys: list[int], decodes: Sequence[Request], width: int) -> range:
         """The depth chosen last and a neighbour, in turns; all of them when the batch has changed, and now and then.
 
@@ -186,10 +216,10 @@ class Goodput:
                 if self._num_choices % 2
                 else range(depth, min(width, depth + 1) + 1)
             )
-        kinds = np.array([kind_of(request.submit.sampling.workload) for request in decodes])
+        kinds = [kind_of(request.submit.sampling.workload) for request in decodes]
         caps = np.array([_cap(request, self._max_k) for request in decodes])
         beyond = np.arange(self._max_k)[None, :] >= caps[:, None]
-        self._batch = _BatchFacts(keys, kinds, beyond if beyond.any() else None)
+        self._batch = _BatchFacts(keys, np.array(kinds), kinds, beyond if beyond.any() else None)
         known = self._known
         missed = sum([len(request.tokens) - known.get(request.key, 0) for request in decodes]) - len(keys)
         self._missed = float(max(0, missed))
@@ -224,13 +254,16 @@ UNMEASURED = CostTable((0.01,) * len(ROW_KNOTS), (0.0,) * len(BATCH_KNOTS))
 """Costs nothing is known of: drafting is as good as free until the first steps have taught otherwise."""
 
 
-def make_goodput(method: str, max_k: int, table: CostTable = UNMEASURED) -> Goodput:
+def make_goodput(method: str, max_k: int, table: CostTable = UNMEASURED, *, lookup: bool = False) -> Goodput:
     """The policy for one engine.
 
     Args:
         method: of drafting; chooses the prior.
         max_k: bound under every plan.
         table: costs measured at start.
+        lookup: whether prompt lookup is asked before a model.
     """
     trust = 0.0 if table is UNMEASURED else TRUST
-    return Goodput(CostModel(table, trust=trust), Acceptance(max_k, PRIORS[method]), max_k=max_k, method=method)
+    free = FreeDrafts(Acceptance(max_k, PRIORS["ngram"])) if method in DRAFT_METHODS and lookup else None
+    acceptance = Acceptance(max_k, PRIORS[method])
+    return Goodput(CostModel(table, trust=trust), acceptance, max_k=max_k, method=method, free=free)

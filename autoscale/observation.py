@@ -127,7 +127,10 @@ def _by_kind(outcomes: Sequence[RowOutcome], method: Method) -> dict[Kind, Count
     lengths: dict[Kind, Counter[tuple[int, int]]] = {}
     for outcome in outcomes:
         reached = min(outcome.num_accepted + 1, outcome.num_drafted)
-        seen = lengths.setdefault(Kind(method, outcome.workload), Counter())
+        if outcome.source == "grammar":
+            continue
+        kind = Kind("ngram" if outcome.source == "lookup" else method, outcome.workload)
+        seen = lengths.setdefault(kind, Counter())
         seen[reached, outcome.num_accepted] += 1
     return {kind: _counts(seen) for kind, seen in lengths.items()}
 

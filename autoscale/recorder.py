@@ -17,7 +17,8 @@ from autoscale.allocation import Allocation
 from autoscale.goodput import Goodput
 from engine.ledger import Ledger, Readings
 from engine.plan import Plan
-from engine.step import StepStats
+from engine.request import WorkloadClass
+from engine.step import DraftSource, StepStats
 
 _OFF = (0, 0)
 
@@ -168,6 +169,17 @@ class StepRecorder:
             return predicted.tokens, predicted.seconds
         tokens = float(record.stats.num_decodes)
         if record.stats.outcomes:
-            drafts = np.cumprod(self._goodput.acceptance.by_position()).cumsum().tolist()
-            tokens += sum([drafts[outcome.num_drafted - 1] for outcome in record.stats.outcomes])
+            expected: dict[tuple[WorkloadClass, DraftSource], list[float]] = {}
+            for outcome in record.stats.outcomes:
+                place = (outcome.workload, outcome.source)
+                if place not in expected:
+                    expected[place] = self._accepted_by_k(*place)
+                tokens += expected[place][outcome.num_drafted - 1]
         return tokens, record.cost_s
+
+    def _accepted_by_k(self, workload: WorkloadClass, source: DraftSource) -> list[float]:
+        """Accepted tokens that were to be expected of a draft, for K from 1 on."""
+        free = self._goodput.free
+        acceptance = free.acceptance if free is not None and source == "lookup" else self._goodput.acceptance
+        expected: list[float] = np.cumprod(acceptance.by_position(workload)).cumsum().tolist()
+        return expected

@@ -69,7 +69,7 @@ class ShardActor(ProcessMixin, TargetShard):
         """
         speculative = self.config.speculative
         self._costs = TableCache(cache_folder() / "costs", self._identity())
-        self._goodput = make_goodput(speculative.method, speculative.k, self._first_costs())
+        self._goodput = make_goodput(speculative.method, speculative.k, self._first_costs(), lookup=speculative.lookup)
         slot = PlanSlot(initial_plan(speculative))
         aggregator = Aggregator(self._plain_s, speculative.method)
         self._slot = slot

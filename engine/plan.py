@@ -49,6 +49,9 @@ class Choice:
 
     k: int
     reason: KReason
+    free_k: int | None = None
+    """K where the draft costs nothing but its rows: found by prompt lookup before a model, or foreseen by a grammar.
+    None: the same."""
     floor: float = 0.0
     """The draft goes on only while the product of its confidences so far is at least this. It knows that before it
     computes the next position, whatever token it then draws there, so the law of what is emitted stays the target's."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 from engine.block_pool import BlockPool
 from engine.errors import ConfigError
-from engine.plan import Choice, Pacer, Plan
+from engine.plan import Pacer, Plan
 from engine.request import Request
 from engine.step import Batch, KReason, Span
 from engine.waiting_queue import WaitingQueue
@@ -100,11 +100,14 @@ class Scheduler:
         for request, choice in zip(decodes, choices, strict=True):
             if request not in self._running:  # preempted for an earlier one
                 continue
-            k, reason = self._cap(request, choice, rows_left)
-            k, reason = self._reserve_decode(request, k, reason)
+            most = max(choice.k, choice.free_k or 0)
+            most, reason = self._cap(request, most, choice.reason, rows_left)
+            most, reason = self._reserve_decode(request, most, reason)
             if request in self._running:
-                spans.append(Span(request, request.num_computed, 1, k, True, reason, choice.floor))
-                rows_left -= k
+                k, reason = (choice.k, choice.reason) if choice.k <= most else (most, reason)
+                free_k = None if choice.free_k is None else min(choice.free_k, most)
+                spans.append(Span(request, request.num_computed, 1, k, True, reason, free_k, choice.floor))
+                rows_left -= most
         budget = max(0, rows_left)
         for request in [r for r in self._running if r.extend_len > 1]:
             budget -= self._extend(request, budget, spans)
@@ -128,10 +131,9 @@ class Scheduler:
             rows += following.extend_len
         return min(budget, rows)
 
-    def _cap(self, request: Request, choice: Choice, rows_left: int) -> tuple[int, KReason]:
+    def _cap(self, request: Request, k: int, reason: KReason, rows_left: int) -> tuple[int, KReason]:
         """The pacer's K, less what the client, the lengths and the step's rows do not allow."""
         options = request.submit.speculative
-        k, reason = choice.k, choice.reason
         client = 0 if not options.enabled else options.max_k
         if client is not None and client < k:
             k, reason = client, "per_request"

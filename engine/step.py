@@ -32,6 +32,8 @@ KReason = Literal[
     "options",  # the draft cannot honour the request's options, or not yet
 ]
 """Why a request's K in a step is what it is."""
+DraftSource = Literal["method", "lookup", "grammar"]
+"""Who drafted: the configured method, prompt lookup before it, or a grammar that leaves no choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,14 @@ class Span:
     samples: bool
     """Whether it reaches the end of the committed tokens, so that its last row yields a token."""
     reason: KReason
+    free_k: int | None = None
     floor: float = 0.0
-    """See Choice."""
+    """Both as in Choice."""
+
+    @property
+    def most_free(self) -> int:
+        """Tokens that a draft may have which costs nothing but its rows."""
+        return self.k if self.free_k is None else self.free_k
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +74,13 @@ class DraftRow:
     """The draft for one span."""
 
     token_ids: tuple[int, ...] = ()
-    """At most span.k target token ids."""
+    """At most span.k target token ids, or span.most_free from another source than the method."""
     probs: torch.Tensor | None = None
     """[len(token_ids), draft_vocab] float32, the law each token was drawn from; None if each was certain (one-hot)."""
     confidences: tuple[float, ...] = ()
     """The draft's probability of its most likely token, per position; empty where a method has none."""
     reason: KReason = "plan"
+    source: DraftSource = "method"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +160,7 @@ class RowOutcome:
     """Draft tokens that were asked for where the draft could stop before, as `floor` says; else 0."""
     confidences: tuple[float, ...] = ()
     """Of the drafted tokens, as in DraftRow."""
+    source: DraftSource = "method"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

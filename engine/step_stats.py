@@ -45,6 +45,7 @@ def step_stats(
                     num_accepted=row.num_accepted,
                     num_tokens=len(request.tokens),
                     workload=request.submit.sampling.workload,
+                    source=drafted.source,
                     num_asked=span.k if span.floor > 0 and drafted.confidences else 0,
                     confidences=drafted.confidences,
                 )

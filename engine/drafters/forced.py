@@ -32,7 +32,7 @@ class ForcedDrafter:
         draft = self.inner.draft(replace(batch, spans=tuple(left)))
         rows = list(draft.rows)
         for index, tokens in foreseen.items():
-            rows[index] = DraftRow(token_ids=tokens, reason=batch.spans[index].reason)
+            rows[index] = DraftRow(token_ids=tokens, reason="plan", source="grammar")
         return replace(draft, rows=tuple(rows))
 
     def forget(self, keys: Sequence[int]) -> None:
@@ -41,7 +41,7 @@ class ForcedDrafter:
 
 def _foreseen(span: Span) -> tuple[int, ...]:
     rules = span.request.rules
-    if span.k == 0 or rules is None or rules.matcher is None:
+    if span.most_free == 0 or rules is None or rules.matcher is None:
         return ()
     rules.follow(span.request.tokens)
-    return rules.matcher.foreseen(span.k)
+    return rules.matcher.foreseen(span.most_free)

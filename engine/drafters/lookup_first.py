@@ -27,12 +27,16 @@ class LookupFirst:
         self._model = model
 
     def draft(self, batch: Batch) -> Draft:
-        found = self._lookup.draft(batch).rows
+        asked = tuple(span if span.free_k is None else replace(span, k=span.free_k) for span in batch.spans)
+        found = self._lookup.draft(replace(batch, spans=asked)).rows
         rest = tuple(
             replace(span, k=0) if row.token_ids else span for span, row in zip(batch.spans, found, strict=True)
         )
         draft = self._model.draft(replace(batch, spans=rest))
-        rows = tuple(own if own.token_ids else other for own, other in zip(found, draft.rows, strict=True))
+        rows = tuple(
+            replace(own, reason="plan", source="lookup") if own.token_ids else other
+            for own, other in zip(found, draft.rows, strict=True)
+        )
         return replace(draft, rows=rows)
 
     def forget(self, keys: Sequence[int]) -> None:
