@@ -126,5 +126,5 @@ async def _read_stream(response: aiohttp.ClientResponse) -> tuple[End, str]:
 
 
 def _refusal(status: int, text: str) -> tuple[End, str]:
-    kinds: dict[int, End] = {400: "invalid", 429: "refused", 503: "refused", 504: "deadline"}
+    kinds: dict[int, End] = {400: "invalid", 408: "deadline", 429: "refused", 503: "refused"}
     return kinds.get(status, "failed"), f"{status}: {text}"

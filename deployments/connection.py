@@ -16,12 +16,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments.http_errors import BodyTooLarge, UnsupportedMediaType, to_http
+from deployments.http_errors import BodyTooLarge, BodyTooSlow, UnsupportedMediaType, to_http
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_REQUEST_ID_LEN = 128
+BODY_TIMEOUT_S = 60.0
+"""A client that sends more slowly holds a connection for nothing."""
 
 
 class ClientGone(Exception):
@@ -68,12 +70,13 @@ def choose_request_id(given: str | None) -> str:
     return uuid.uuid4().hex
 
 
-async def read_body(request: Request, *, max_bytes: int) -> bytes:
+async def read_body(request: Request, *, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> bytes:
     """The whole body.
 
     Raises:
         UnsupportedMediaType: it is declared to be something other than JSON.
         BodyTooLarge: it is declared or found to be over `max_bytes`.
+        BodyTooSlow: it was not complete within `timeout_s`.
         starlette.requests.ClientDisconnect: the client left before its end.
     """
     media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
@@ -84,11 +87,15 @@ async def read_body(request: Request, *, max_bytes: int) -> bytes:
     if declared.isdecimal() and int(declared) > max_bytes:
         raise too_large
     chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > max_bytes:
-            raise too_large
-        chunks.append(chunk)
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > max_bytes:
+                    raise too_large
+                chunks.append(chunk)
+    except TimeoutError:
+        raise BodyTooSlow(f"The body was not complete within {timeout_s:g} s") from None
     return b"".join(chunks)
 
 

@@ -40,6 +40,10 @@ class BodyTooLarge(RequestError):
     """The body is over the configured limit."""
 
 
+class BodyTooSlow(RequestError):
+    """The client took too long to send the body."""
+
+
 class UnsupportedMediaType(RequestError):
     """The body is said to be something other than JSON."""
 
@@ -64,10 +68,11 @@ _KINDS: dict[type[Exception], _Kind] = {
     ContextLengthExceeded: _Kind(400, "invalid_request_error", "context_length_exceeded"),
     InvalidRequest: _Kind(400, "invalid_request_error", None),
     BodyTooLarge: _Kind(413, "invalid_request_error", "request_too_large"),
+    BodyTooSlow: _Kind(408, "invalid_request_error", "request_too_slow"),
     UnsupportedMediaType: _Kind(415, "invalid_request_error", "unsupported_media_type"),
     QueueFull: _Kind(429, "rate_limit_error", "queue_full"),
     RateLimited: _Kind(429, "rate_limit_error", "rate_limit_exceeded"),
-    DeadlineExceeded: _Kind(504, "timeout_error", "deadline_exceeded"),
+    DeadlineExceeded: _Kind(408, "timeout_error", "deadline_exceeded"),
     RequestError: _Kind(400, "invalid_request_error", None),
     EngineUnavailable: _Kind(503, "service_unavailable_error", "engine_unavailable"),
     ShardDown: _Kind(503, "service_unavailable_error", "engine_unavailable"),

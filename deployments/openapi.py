@@ -46,11 +46,11 @@ _ERRORS = {
     401: "No valid API key",
     403: "Not from here: a server without keys answers on loopback only, and web pages elsewhere need cors_origins",
     404: "No such model or route",
+    408: "The body came too slowly, or the answer was not complete within `timeout`",
     413: "The body is too large",
     415: "The body is said not to be JSON",
     429: "Too many requests wait; see Retry-After",
     500: "The engine failed",
-    504: "The answer was not complete in time",
     503: "The engine is starting, draining or dead; see Retry-After",
 }
 

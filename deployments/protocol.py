@@ -45,7 +45,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 MAX_TOP_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
 MAX_TEMPLATE_KWARGS = 16
-MAX_TIMEOUT_S = 86_400
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 86_400
 
 ModelName = Annotated[str, Field(description="The name this server gives its model; see /v1/models.")]
 
@@ -94,7 +94,7 @@ class GenerationBody(ModelBody, GuidedFields):
     """A label of the client's own; it has no effect on the output."""
     speculative: SpeculativeBody | None = None
     priority: Priority | None = None
-    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
+    timeout: Annotated[float, Field(ge=MIN_TIMEOUT_S, le=MAX_TIMEOUT_S)] | None = None
     """Seconds the whole answer may take."""
 
     @model_validator(mode="after")

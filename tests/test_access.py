@@ -312,7 +312,7 @@ def test_an_answer_ends_at_its_deadline(stream: bool) -> None:
         assert '"deadline_exceeded"' in response.text.split("\n\n")[-2], "one clear error event, and the end"
         assert "[DONE]" not in response.text
     else:
-        assert response.status_code == 504
+        assert response.status_code == 408
         assert error_of(response)["code"] == "deadline_exceeded"
     assert engine.running == set()
     assert len(engine.aborted) == 1

@@ -11,9 +11,12 @@ from typing import Any
 import httpx
 import pytest
 from api_harness import CHAT, CODEC, COMPLETION, LIMITS, URLS, dependencies, error_of, make_engine, post
+from starlette.requests import Request
 
 from deployments.api import build_api
+from deployments.connection import read_body
 from deployments.fields import MAX_BIASES, MAX_CHOICES, MAX_N, MAX_PROMPTS, MAX_STOP_IDS, MAX_STOP_LEN, MAX_STOPS
+from deployments.http_errors import BodyTooSlow, to_http
 from deployments.messages import MAX_TOOLS
 from deployments.prompts import encode_prompts
 from deployments.protocol import MAX_TEMPLATE_KWARGS, MAX_TIMEOUT_S, CompletionBody
@@ -83,6 +86,17 @@ def test_bodies_are_cut_off_by_size_whatever_they_claim() -> None:
         )
         assert response.status_code == 413
         assert error_of(response)["code"] == "request_too_large"
+
+
+def test_a_body_that_never_ends_is_given_up() -> None:
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(0.02)
+        return {"type": "http.request", "body": b" ", "more_body": True}
+
+    request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+    with pytest.raises(BodyTooSlow, match=r"within 0\.2 s"):
+        asyncio.run(read_body(request, max_bytes=1000, timeout_s=0.2))
+    assert to_http(BodyTooSlow("slow")).status == 408
 
 
 def test_a_server_may_take_shorter_prompts_than_its_context() -> None:

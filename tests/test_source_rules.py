@@ -27,7 +27,7 @@ FORBIDDEN_CALLS = {
 }
 WALL_CLOCK = {
     "autoscale/controller.py": "points of charts",
-    "deployments/api.py": "`created` of an answer",
+    "deployments/generating.py": "`created` of an answer",
     "deployments/observing.py": "start time, a metric",
     "deployments/replica.py": "`created` of the model",
     "deployments/timelines.py": "when a request arrived, for traces",
