@@ -18,7 +18,7 @@ from engine.errors import InvalidRequest
 from engine.grammar import Grammars, Matcher
 from engine.packing import SpanRows, pack_spans
 from engine.rules import Columns, Rules, Shaper
-from engine.sampling import Law, Purpose, draw, gumbel, stream_seed, warp
+from engine.sampling import Law, Purpose, draw, gumbel, most_likely, stream_seed, warp
 
 
 class DraftModel:
@@ -224,7 +224,7 @@ class DraftModel:
         Args:
             logits: [len(active), draft_vocab] float32.
         """
-        columns = logits.argmax(dim=-1)
+        columns = most_likely(logits)
         confidences = logits.softmax(dim=-1).amax(dim=-1).tolist()
         sampled = [index for index, row in enumerate(active) if not row.law.greedy]
         if sampled:

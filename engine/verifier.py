@@ -22,7 +22,7 @@ from engine.logprobs import prompt_rows, score
 from engine.packing import Forward, plan_forward
 from engine.request import EmittedKind
 from engine.rules import Shaper
-from engine.sampling import Law, Purpose, draw, gumbel, stream_seed, uniform, warp
+from engine.sampling import Law, Purpose, draw, gumbel, most_likely, stream_seed, uniform, warp
 from engine.step import Batch, Draft, DraftRow, RowVerdict, Span, Verdict
 
 
@@ -130,7 +130,7 @@ def _target_choices(logits: torch.Tensor, jobs: Sequence[_Job]) -> list[int]:
         return []
     every = [row for job in jobs for row in job.rows]
     own = logits if len(every) == len(logits) else logits[every]
-    choices = own.argmax(dim=-1)
+    choices = most_likely(own)
     sampled: list[int] = []  # indices into `every`
     laws: list[Law] = []
     seeds: list[int] = []
