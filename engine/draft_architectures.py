@@ -120,7 +120,7 @@ class EagleArchitecture:
     @torch.inference_mode()
     def _token_table(self) -> torch.Tensor:
         """[vocab, H] what each token brings along: as large as the embedding, and a tenth of a step saved."""
-        parts = self._decoder.embedding.split(_TABLE_ROWS)
+        parts = torch.split(self._decoder.embedding, _TABLE_ROWS)
         return torch.cat([self._head.tokens(part) for part in parts])
 
     def _forward(self, plan: ForwardPlan, entering: torch.Tensor) -> Outputs:
