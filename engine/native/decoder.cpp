@@ -32,6 +32,7 @@ constexpr int kLanes = 16;
 constexpr int kRowChunk = 96;  // rows of an item, so that their inputs and a panel stay in the second-level cache
 constexpr int kQueries = 6;    // query vectors attended together
 constexpr int kAhead = 8192;   // weights that are asked for before their turn; panels lie end to end
+constexpr int kTilesAhead = 4;  // tiles of the cache, likewise
 constexpr int kSlice = 4;      // 16-wide registers of a head's dimensions summed at once
 
 // ---------------------------------------------------------------------------------------------------- threads
@@ -526,7 +527,7 @@ class Model {
     const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(static_cast<float>(dim)));
     for (int tile = 0; tile < num_tiles; ++tile) {
       const bf16* at = keys + offset(tile);
-      const bf16* later = keys + offset(std::min(tile + 1, num_tiles - 1));
+      const bf16* later = keys + offset(std::min(tile + kTilesAhead, num_tiles - 1));
       __m512 sums[2][Q];  // of every other pair of dimensions: two short chains of additions instead of a long one
 #pragma GCC unroll 6
       for (int q = 0; q < Q; ++q) sums[0][q] = sums[1][q] = _mm512_setzero_ps();
@@ -555,7 +556,7 @@ class Model {
         for (int b = 0; b < kSlice; ++b) sums[q][b] = _mm512_setzero_ps();
       for (int tile = 0; tile < num_tiles; ++tile) {
         const bf16* at = values + offset(tile) + slice * 2;
-        const bf16* later = values + offset(std::min(tile + 1, num_tiles - 1)) + slice * 2;
+        const bf16* later = values + offset(std::min(tile + kTilesAhead, num_tiles - 1)) + slice * 2;
         for (int two = 0; two < kLanes / 2; ++two) {
           __m512bh v[kSlice];
 #pragma GCC unroll 4
