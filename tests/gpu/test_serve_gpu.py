@@ -10,6 +10,7 @@ import torch
 from cut_draft import cut_draft
 from local_engine import LocalEngine
 from near_tie import assert_same_or_near_tie
+from serving import serving
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.model_store import resolve_model
@@ -47,12 +48,11 @@ def test_greedy_on_a_gpu_parts_from_transformers_only_at_near_ties(method: str) 
         assert_same_or_near_tie(model, prompt, expected, got[str(i)], f"gpu {method} {i}", bound=BF16_BOUND)
 
 
-def test_a_draft_model_over_cuda_ipc(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["draft_model", "eagle"])
+def test_a_draft_over_cuda_ipc(kind: str, tmp_path: Path) -> None:
     """CUDA IPC cannot open memory of its own process, so this one runs the real deployment."""
-    from e2e.conftest import serving  # the server is started as a user starts it
-
-    draft = cut_draft(resolve_model("smollm2"), tmp_path / "draft")
-    options = ("--device", "cuda", "--draft", str(draft), "--k", "3")
+    draft = "smollm2-eagle" if kind == "eagle" else str(cut_draft(resolve_model("smollm2"), tmp_path / "draft"))
+    options = ("--device", "cuda", "--draft", draft, "--k", "3", "--policy", "fixed")
     with serving(tmp_path / "log", *options) as server:
         body = {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status().json()
