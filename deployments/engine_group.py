@@ -1,16 +1,16 @@
 """One engine as a group of actors: target shards, draft and controller, each replaced when it dies.
 
-Owns what happens when one does: a dead draft or controller is made anew and nobody notices; dead shards are all
-replaced, with growing pauses while that keeps failing, and `health` says why; after too many failures in a row the
-group is dead, and Serve replaces the replica. `continuation` carries requests over. Lives in the replica's process.
+Owns how they belong together: a dead controller or draft is made anew and nobody notices; when shards die, all of them
+and the draft are replaced (`target_supervisor` says when), and `health` says why; when that is given up the group is
+dead, and Serve replaces the replica. `continuation` carries requests over. Lives in the replica's process.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from autoscale.controller import initial_plan
 from autoscale.history import HistoryView
 from autoscale.replicas import ReplicaDecision, ReplicaReading
 from deployments.actors import ControllerActor, actor, device_env
-from deployments.backoff import Backoff
 from deployments.draft_supervisor import DraftSupervisor
 from deployments.engine_client import Health
 from deployments.naming import CONTROLLER_NAMESPACE, controller_name
@@ -30,7 +29,8 @@ from deployments.placement import draft_bundle
 from deployments.settings import AppSettings
 from deployments.shard_client import ShardClient
 from deployments.shard_group import ShardGroup
-from engine.errors import EngineError, EngineUnavailable
+from deployments.target_supervisor import TargetSupervisor
+from engine.errors import EngineUnavailable
 from engine.ledger import Ledger, Readings, merge
 from engine.metrics import SCALING_REASONS
 from engine.model_config import ModelConfig
@@ -41,10 +41,9 @@ from engine.wire import DraftStatus
 
 CONTROLLER_CHECK_PERIOD_S = 2.0
 CONTROLLER_TIMEOUT_S = 3.0
+CONTROLLER_HANG_S = 30.0
 METRICS_TIMEOUT_S = 1.0
 HISTORY_TIMEOUT_S = 3.0
-MAX_RESTARTS = 6
-"""Of the target in a row, each soon after the one before."""
 _log = logging.getLogger(__name__)
 
 
@@ -75,27 +74,27 @@ class EngineGroup:
         self._engine_id = secrets.token_hex(8)
         self._node_id = ray.get_runtime_context().get_node_id()
         self._tasks: list[asyncio.Task[None]] = []
-        self._target: ShardGroup | None = None
-        self._failed = asyncio.Event()  # the target that served has ended by itself
-        self._up = asyncio.Event()  # a target serves, or none ever will again
-        self._trouble = "loading the model"
-        self._is_dead = False
+        self._targets = TargetSupervisor(
+            self._make_target,
+            before=self._drop_draft,
+            after=self._after_restart,
+            start_timeout_s=settings.start_timeout_s,
+        )
         self._draft: DraftSupervisor | None = None
         self._draft_task: asyncio.Task[None] | None = None
-        self._num_restarts = {"draft": 0, "target": 0, "controller": 0}
+        self._num_restarts = {"draft": 0, "controller": 0}
         self._last_metrics = Readings()
-        self.ready: ShardReady | None = None
 
     async def start(self) -> ShardReady:
         """Bring everything up. Raises what the first failing actor raised, or TimeoutError."""
         self._ensure_controller()
-        self.ready = await self._bring_up_target()
+        ready = await self._targets.start()
         self._draft = self._make_draft()
         if self._draft is not None:
             await self._draft.bring_up()
         self._supervise_draft()
-        self._tasks = [asyncio.create_task(self._supervise()), asyncio.create_task(self._watch_controller())]
-        return self.ready
+        self._tasks = [asyncio.create_task(self._targets.supervise()), asyncio.create_task(self._watch_controller())]
+        return ready
 
     async def client(self, timeout_s: float) -> ShardClient:
         """The connection to the target that serves now; waits while one is being made.
@@ -103,19 +102,18 @@ class EngineGroup:
         Raises:
             EngineUnavailable: none came within `timeout_s`, or none ever will.
         """
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._up.wait(), timeout_s)
-        if self._is_dead or self._target is None or not self._up.is_set():
-            raise EngineUnavailable(f"The engine is not available: {self._trouble}")
-        return self._target.client
+        return (await self._targets.wait(timeout_s)).client
 
     async def health(self) -> Health:
         """How the engine is now."""
         draft = self._draft.state if self._draft is not None else "none"
-        if self._is_dead:
-            return Health(status="dead", reason=self._trouble, draft=draft)
-        if not self._up.is_set():
-            return Health(status="starting" if self.ready is None else "restarting", reason=self._trouble, draft=draft)
+        targets = self._targets
+        if targets.is_dead:
+            return Health(status="dead", reason=targets.trouble, draft=draft)
+        if targets.serving is None:
+            return Health(
+                status="starting" if targets.ready is None else "restarting", reason=targets.trouble, draft=draft
+            )
         if self._draft is not None and not self._draft.is_up:
             return Health(status="degraded", reason=f"no draft, serving without: {self._draft.reason}", draft=draft)
         return Health(status="ok", draft=draft)
@@ -133,18 +131,19 @@ class EngineGroup:
         """What was counted in the group's processes so far; of a shard that does not answer, what it said last."""
         ledger = Ledger()
         ledger.set("paceline_draft_up", self._draft is None or self._draft.is_up)
+        ledger.add("paceline_restarts_total", self._targets.num_restarts, "target")
         for process, count in self._num_restarts.items():
             of_now = self._draft.num_restarts if process == "draft" and self._draft is not None else 0
             ledger.add("paceline_restarts_total", count + of_now, process)
-        serves = self._target is not None and self._up.is_set() and not self._is_dead
-        asked = [self._target.lead.metrics.remote()] if serves and self._target is not None else []
+        target = self._targets.serving
+        asked = [target.lead.metrics.remote()] if target is not None else []
         if self._draft is not None and self._draft.is_up:
             asked.append(self._draft.metrics())
         answers = await asyncio.gather(
             *(asyncio.wait_for(answer, METRICS_TIMEOUT_S) for answer in asked), return_exceptions=True
         )
         readings = [answer for answer in answers if isinstance(answer, Readings)]
-        if serves and isinstance(answers[0], Readings):
+        if target is not None and isinstance(answers[0], Readings):
             self._last_metrics = answers[0]
             readings = readings[1:]
         await self._count_replicas(ledger)
@@ -165,10 +164,11 @@ class EngineGroup:
 
     async def outlook(self) -> ReplicaReading | None:
         """Load, and time per token at any batch; None while nothing serves."""
-        if self._target is None or not self._up.is_set() or self._is_dead:
+        target = self._targets.serving
+        if target is None:
             return None
         try:
-            reading: ReplicaReading = await asyncio.wait_for(self._target.lead.outlook.remote(), METRICS_TIMEOUT_S)
+            reading: ReplicaReading = await asyncio.wait_for(target.lead.outlook.remote(), METRICS_TIMEOUT_S)
         except (ray.exceptions.RayError, TimeoutError):
             return None
         return reading
@@ -196,13 +196,10 @@ class EngineGroup:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._drop_draft()
-        if self._target is not None:
-            await self._target.stop()
+        await self._targets.stop()
 
-    async def _bring_up_target(self) -> ShardReady:
-        """A new target in place of the old one, which has been stopped. Raises whatever kept it from starting."""
-        self._failed.clear()
-        target = self._target = ShardGroup(
+    def _make_target(self, on_failed: Callable[[str], None]) -> ShardGroup:
+        return ShardGroup(
             self._settings,
             folder=self._folder,
             app_name=self._app_name,
@@ -211,62 +208,21 @@ class EngineGroup:
             placed=self._placed,
             draft=ModelConfig.load(self._draft_folder) if self._draft_folder is not None else None,
             on_draft=self._on_draft,
-            on_failed=self._on_failed,
+            on_failed=on_failed,
         )
-        async with asyncio.timeout(self._settings.start_timeout_s):
-            ready = await target.start()
-        if self.ready is not None and ready.max_model_len < self.ready.max_model_len:
-            raise EngineError(f"only {ready.max_model_len} tokens of context fit, {self.ready.max_model_len} before")
-        if target.failure is None:
-            self._up.set()
-        return ready
 
-    def _on_failed(self, reason: str) -> None:
-        self._trouble = reason
-        self._up.clear()
-        self._failed.set()
-
-    async def _supervise(self) -> None:
-        """Replace the target each time it fails, until that itself fails too often."""
-        backoff = Backoff(first_s=1.0, longest_s=60.0)
-        while True:
-            born_s = asyncio.get_running_loop().time()
-            await self._failed.wait()
-            cause = self._trouble
-            backoff.lived(asyncio.get_running_loop().time() - born_s)
-            while not await self._replace_target(cause, backoff):
-                if backoff.num_failures >= MAX_RESTARTS:
-                    self._trouble = f"{self._trouble}; given up after {backoff.num_failures} restarts"
-                    self._is_dead = True
-                    self._up.set()  # nobody needs to wait any more
-                    return
-            self._num_restarts["target"] += 1
-            self._draft = self._make_draft()
-            self._supervise_draft()
-
-    async def _replace_target(self, cause: str, backoff: Backoff) -> bool:
-        """One attempt, after a pause unless it is the first. Returns whether a target serves now."""
-        pause_s = backoff.next_pause_s()
-        self._trouble = f"{cause}; restart {backoff.num_failures} of {MAX_RESTARTS} in {pause_s:g} s"
-        _log.warning("engine %s: %s", self._engine_id, self._trouble)
-        try:
-            await self._drop_draft()
-            if self._target is not None:
-                await self._target.stop()
-            await asyncio.sleep(pause_s)
-            await self._bring_up_target()
-        except Exception as error:  # noqa: BLE001 - it may fail in any way; the next attempt comes later
-            reason = str(error).splitlines()[-1] if str(error) else type(error).__name__
-            self._trouble = f"{cause}; a restart failed: {reason}"
-            return False
-        return self._up.is_set()
+    def _after_restart(self) -> None:
+        """The target serves already; its draft comes when it comes."""
+        self._draft = self._make_draft()
+        self._supervise_draft()
 
     def _make_draft(self) -> DraftSupervisor | None:
-        if self._draft_folder is None or self._target is None:
+        target = self._targets.serving
+        if self._draft_folder is None or target is None:
             return None
         return DraftSupervisor(
             self._settings.engine,
-            shard=self._target.lead,
+            shard=target.lead,
             folder=self._draft_folder,
             target_folder=self._folder,
             node_id=self._node_id,
@@ -320,9 +276,10 @@ class EngineGroup:
         while True:
             await asyncio.sleep(CONTROLLER_CHECK_PERIOD_S)
             try:
-                await self._controller.pid.remote()
-            except ray.exceptions.RayError:
-                _log.warning("the controller died; making a new one")
+                await asyncio.wait_for(self._controller.pid.remote(), CONTROLLER_HANG_S)
+            except (ray.exceptions.RayError, TimeoutError):
+                _log.warning("the controller died or hangs; making a new one")
+                ray.kill(self._controller)
                 self._num_restarts["controller"] += 1
                 self._ensure_controller()
 
