@@ -27,7 +27,7 @@ NGRAM, NO_DRAFT = "ngram", "none"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     try:
         status: int = options.run(options)
     except PacelineError as error:
@@ -36,12 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    top = argparse.ArgumentParser(
         prog="paceline",
         description="LLM serving on Ray Serve with speculative decoding that never costs more than it gives.",
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands)
     _add_check(commands)
     _add_key(commands)
@@ -50,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     add_bench_parser(commands)
     add_distill_parser(commands)
     add_dashboards_parser(commands)
-    return parser
+    return top
 
 
 def _add_serve(commands: Any) -> None:
@@ -154,14 +155,14 @@ def _serve(options: argparse.Namespace) -> int:
     from deployments.local_server import serve  # imports ray: seconds that `--help` should not cost
 
     values = yaml_config.load(options.config or yaml_config.DEFAULT_FILE)
-    args = _overridden(values["applications"][0].get("args") or {}, options)
+    args = overridden(values["applications"][0].get("args") or {}, options)
     return serve(
         yaml_config.with_overrides(values, args=args, host=options.host, port=options.port),
         start_timeout_s=options.start_timeout,
     )
 
 
-def _overridden(args: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+def overridden(args: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """The file's arguments with the command line's on top."""
     engine = dict(args.get("engine") or {})
     speculative = dict(engine.get("speculative") or {})

@@ -10,6 +10,7 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from deployments import yaml_config
+from deployments.cli import overridden, parser
 from deployments.placement import bundles
 from deployments.settings import AppSettings
 from engine.errors import ConfigError
@@ -51,6 +52,26 @@ def test_the_70b_target_takes_four_gpus_with_the_draft_on_the_first() -> None:
 def test_a_bad_setting_is_named(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named.replace(".", r"\.")):
         AppSettings.parse(change)
+
+
+@pytest.mark.parametrize(
+    ("options", "method", "draft"),
+    [
+        ([], "draft_model", "smollm2-eagle"),
+        (["--model", "smollm2", "--k", "3"], "draft_model", "smollm2-eagle"),
+        (["--draft", "none"], "none", None),
+        (["--draft", "ngram"], "ngram", None),
+        (["--draft", "some/folder"], "draft_model", "some/folder"),
+        (["--model", "other/model"], "ngram", None),
+        (["--model", "other/model", "--draft", "its/draft"], "draft_model", "its/draft"),
+    ],
+)
+def test_the_default_model_takes_the_draft_that_ships_and_no_other_does(
+    options: list[str], method: str, draft: str | None
+) -> None:
+    args = yaml_config.load(yaml_config.DEFAULT_FILE)["applications"][0]["args"]
+    settings = AppSettings.parse(overridden(args, parser().parse_args(["serve", *options])))
+    assert (settings.engine.speculative.method, settings.engine.speculative.draft) == (method, draft)
 
 
 @pytest.mark.parametrize(
