@@ -33,7 +33,7 @@ MAX_CONTEXT_RATE = 1e-4
 """Seconds per cached token; far above any machine, a guard against a runaway slope."""
 FADE = 0.99
 """Per observation: what was not seen for long is trusted less, and learns faster when it is seen again."""
-PACE_RATE, PACE_STEP = 0.1, 0.5
+PACE_RATE, PACE_STEP = 0.2, 0.5
 """Share of a step's deviation that `pace` follows, and the largest deviation (in log) that it believes."""
 
 
