@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from typing import Any
 
 from deployments.http_errors import DeadlineExceeded
 from deployments.responses import Piece
@@ -15,16 +16,47 @@ async def until(pieces: AsyncGenerator[Piece, None], *, timeout_s: float) -> Asy
     Raises:
         DeadlineExceeded: the answer was not complete by then; `pieces` is closed, so the engine is free.
     """
-    deadline = asyncio.get_running_loop().time() + timeout_s
+    loop = asyncio.get_running_loop()
+    clock = _Clock()
+    timer = loop.call_later(timeout_s, clock.expire)
     try:
         while True:
             try:
-                async with asyncio.timeout_at(deadline):
-                    piece = await anext(pieces)
+                piece = await clock.watch(pieces)
             except StopAsyncIteration:
                 return
             except TimeoutError:
                 raise DeadlineExceeded(f"The answer was not complete within {timeout_s:g} s") from None
             yield piece
     finally:
+        timer.cancel()
         await pieces.aclose()
+
+
+class _Clock:
+    """One timer for all pieces of an answer: `asyncio.timeout` would make and cancel one for each."""
+
+    def __init__(self) -> None:
+        self._is_over = False
+        self._waiting: asyncio.Task[Any] | None = None
+
+    def expire(self) -> None:
+        self._is_over = True
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    async def watch(self, pieces: AsyncGenerator[Piece, None]) -> Piece:
+        """The next piece. Raises TimeoutError when time is over before it comes, StopAsyncIteration at the end."""
+        task = asyncio.current_task()
+        if self._is_over or task is None:
+            raise TimeoutError
+        num_cancels = task.cancelling()
+        self._waiting = task
+        try:
+            return await anext(pieces)
+        except asyncio.CancelledError:
+            if self._is_over and task.uncancel() <= num_cancels:
+                raise TimeoutError from None
+            raise  # somebody else wants this task to end
+        finally:
+            self._waiting = None

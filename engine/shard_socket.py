@@ -1,8 +1,8 @@
 """The unix socket of shard 0: commands in, one message of deltas per step out.
 
-Owns the socket, which takes one replica and no other after it, a reading and a writing thread, so that neither a slow
-replica nor a full buffer ever holds up the step loop. A replica that goes away takes its requests with it. Knows no
-engine, only the callables it is given.
+Owns the socket, which takes one replica and no other after it, a reading thread, and one that writes what the kernel
+does not take at once: neither a slow replica nor a full buffer ever holds up the step loop. A replica that goes away
+takes its requests with it. Knows no engine, only the callables it is given.
 """
 
 from __future__ import annotations
@@ -47,12 +47,24 @@ class ShardSocket:
         self._listener.listen(1)
         self._connection: socket.socket | None = None
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # held by whoever hands bytes to the kernel or to the outbox
+        self._num_queued = 0
         for target, name in ((self._serve, "shard-socket-read"), (self._write, "shard-socket-write")):
             threading.Thread(target=target, name=name, daemon=True).start()
 
     def send(self, event: Event) -> None:
-        """Queue an event; never blocks. Dropped when no replica is connected."""
-        self._outbox.put(frame(event))
+        """Send what the kernel takes at once and queue the rest; never blocks. Dropped when no replica is connected.
+
+        Waking the writing thread costs a switch in the middle of a step, so it is left to sleep where it can.
+        """
+        data = frame(event)
+        with self._lock:
+            connection = self._connection
+            if self._num_queued == 0 and connection is not None:
+                data = data[_send_now(connection, data) :]
+            if data:
+                self._num_queued += 1
+                self._outbox.put(data)
 
     def close(self) -> None:
         """Stop both threads once everything queued is written. Idempotent."""
@@ -98,7 +110,17 @@ class ShardSocket:
             if connection is not None:
                 with contextlib.suppress(OSError):
                     connection.sendall(data)
+            with self._lock:
+                self._num_queued -= 1
         connection = self._connection
         if connection is not None:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+def _send_now(connection: socket.socket, data: bytes) -> int:
+    """Bytes that were sent without waiting. A broken connection is left to the reading thread, which notices."""
+    try:
+        return connection.send(data, socket.MSG_DONTWAIT)
+    except OSError:
+        return 0

@@ -112,6 +112,25 @@ def test_capacity_is_refused_with_a_retry_time() -> None:
     asyncio.run(run())
 
 
+def test_a_replica_that_reads_late_holds_nobody_up_and_misses_nothing() -> None:
+    """The first events fit into the kernel's buffer, one is cut by its end, the others wait."""
+    echo, connection = Echo(), socket.socket(socket.AF_UNIX)
+    with connection:
+        connection.connect(echo.socket.path)
+        connection.sendall(frame(SubmitCommand(submit("hello", 1))))
+        stream = connection.makefile("rb")
+        event = decode_event(stream.read(frame_len(stream.read(HEADER.size))))
+        assert isinstance(event, StepDeltas)
+        sent = [StepDeltas((Delta(request_id=str(i), token_ids=tuple(range(i % 977))),)) for i in range(3000)]
+        assert sum(len(frame(event)) for event in sent) > 2 << 20, "no buffer is that large"
+        for step in sent:
+            echo.socket.send(step)
+        for step in sent:
+            assert decode_event(stream.read(frame_len(stream.read(HEADER.size)))) == step
+        stream.close()
+    echo.socket.close()
+
+
 def test_a_failed_engine_ends_every_request_and_refuses_new_ones() -> None:
     async def run() -> None:
         echo = Echo()
