@@ -112,13 +112,13 @@ class Scheduler:
         for request in [r for r in self._running if r.extend_len > 1]:
             budget -= self._extend(request, budget, spans)
         while len(self._running) < self._max_num_requests and budget > 0:
-            request = self._waiting.peek()
-            if request is None or not self._admit(request):
+            following = self._waiting.peek()
+            if following is None or not self._admit(following):
                 break
             self._waiting.pop()
-            self._running.append(request)
-            request.queue_s = request.queue_s or time.monotonic() - request.arrival_s
-            budget -= self._extend(request, budget, spans)
+            self._running.append(following)
+            following.queue_s = following.queue_s or time.monotonic() - following.arrival_s
+            budget -= self._extend(following, budget, spans)
         # A request that was given a span can be preempted by a later one in the same step; it computes nothing then.
         held = tuple(span for span in spans if span.request.block_ids)
         return Batch(self._step_id, held, len(self._waiting))

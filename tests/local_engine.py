@@ -41,7 +41,12 @@ class LocalEngine:
         if draft_folder is not None:
             # Everything shares this process, so a busy machine must not look like a hung draft.
             method = ModelConfig.load(draft_folder).architecture
-            speculative = {"method": method, "draft": str(draft_folder), "deadline_s": 60, "lookup": False} | speculative
+            speculative = {
+                "method": method,
+                "draft": str(draft_folder),
+                "deadline_s": 60,
+                "lookup": False,
+            } | speculative
         speculative = {"policy": "fixed"} | speculative
         defaults = {"model": str(folder), "device": "cpu", "dtype": "float32", "kv_cache_tokens": 16384}
         self.config = EngineConfig.parse(defaults | settings | {"speculative": speculative})

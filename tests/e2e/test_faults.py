@@ -1,6 +1,6 @@
 """Faults in a real server with two shards and API keys: processes killed and stopped under load, drain, the logs.
 
-Promise: a request ends with its exact tokens, or with one clear error; nothing hangs; keys and prompts stay out of logs.
+Promise: a request ends with its exact tokens, or with one clear error; nothing hangs; no key or prompt is logged.
 """
 
 from __future__ import annotations
