@@ -36,7 +36,13 @@ _PROFILE_KEY = 1 << 62
 
 
 def profile_target(
-    forward: Callable[[ForwardPlan], object], *, block_size: int, num_blocks: int, max_rows: int, max_spans: int
+    forward: Callable[[ForwardPlan], object],
+    *,
+    block_size: int,
+    num_blocks: int,
+    max_rows: int,
+    max_spans: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> CostTable:
     """Time the target at growing numbers of rows, before the first request arrives.
 
@@ -44,12 +50,13 @@ def profile_target(
         forward: runs a plan; whatever it writes into the KV cache is overwritten later.
         block_size, num_blocks: of the cache, block 0 excluded from use.
         max_rows, max_spans: limits of one forward.
+        clock: seconds.
 
     Returns:
         A table without draft costs; rows that do not fit are extended with the last slope.
     """
 
-    limits = _Limits(block_size, num_blocks, max_rows, max_spans)
+    limits = _Limits(block_size, num_blocks, max_rows, max_spans, clock)
 
     def timed(rows: int, context: int) -> float | None:
         return _timed(forward, limits, rows, context)
@@ -77,9 +84,10 @@ def still_holds(
     num_blocks: int,
     max_rows: int,
     max_spans: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> bool:
     """Whether a few forwards take about as long as a table of another day says; arguments as in `profile_target`."""
-    limits = _Limits(block_size, num_blocks, max_rows, max_spans)
+    limits = _Limits(block_size, num_blocks, max_rows, max_spans, clock)
     curve = Curve(ROW_KNOTS, table.verify_s)
     for rows in SPOT_ROWS:
         seconds = _timed(forward, limits, rows, SHORT_CONTEXT)
@@ -136,12 +144,13 @@ def profile_draft(
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """Of one forward."""
+    """Of one forward, and what it is timed with."""
 
     block_size: int
     num_blocks: int
     max_rows: int
     max_spans: int
+    clock: Callable[[], float]
 
     def spans(self, rows: int) -> int:
         """Over which so many rows are spread."""
@@ -157,7 +166,7 @@ def _timed(forward: Callable[[ForwardPlan], object], limits: _Limits, rows: int,
         return None
     plan = _plan(q_lens, context, width, limits.block_size)
     forward(plan)
-    return statistics.median(_seconds(lambda: forward(plan)) for _ in range(REPEATS))
+    return statistics.median(_seconds(lambda: forward(plan), limits.clock) for _ in range(REPEATS))
 
 
 def _order(key: int, start: int, num_feed: int, k: int) -> OrderRow:
@@ -192,10 +201,10 @@ def _plan(q_lens: Sequence[int], context: int, width: int, block_size: int) -> F
     )
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
+def _seconds(work: Callable[[], object], clock: Callable[[], float]) -> float:
+    begin = clock()
     work()
-    return time.perf_counter() - begin
+    return clock() - begin
 
 
 class TableCache:

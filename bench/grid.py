@@ -171,7 +171,7 @@ def _table(workload: str, cells: Sequence[GridCell]) -> Table:
     for count in dict.fromkeys(cell.streams for cell in cells):
         row = {cell.policy: cell for cell in cells if cell.streams == count}
         off = row["off"].tokens_per_s if "off" in row else None
-        texts = [_text(row[name], off, verdicts.get(count)) for name in names]
+        texts = [_text(row[name], off, verdicts.get(count)) if name in row else "" for name in names]
         table.add_row(str(count), *texts)
     return table
 

@@ -48,6 +48,7 @@ async def climb(
     seconds: float,
     body: dict[str, Any],
     report: Callable[[str], None],
+    first_s: float = FIRST_S,
 ) -> list[Climb]:
     """Every policy, `rounds` times; `seconds` per level, beside the time that new streams need to get going."""
     meter = Meter(server.targets)
@@ -56,14 +57,16 @@ async def climb(
         for turn in range(rounds):
             for policy in turned(policies, turn):
                 await server.follow(policy)
-                climbs.append(await _climb(meter, load, policy, levels, seconds))
+                climbs.append(await _climb(meter, load, policy, levels, seconds, first_s))
                 rates = " ".join(f"{window.tokens_per_s:.0f}" for window in climbs[-1].windows)
                 report(f"round {turn + 1}, {policy}: {rates} tok/s, {climbs[-1].num_switches:.0f} switches")
     await meter.close()
     return climbs
 
 
-async def _climb(meter: Meter, load: Streams, policy: str, levels: Sequence[int], seconds: float) -> Climb:
+async def _climb(
+    meter: Meter, load: Streams, policy: str, levels: Sequence[int], seconds: float, first_s: float
+) -> Climb:
     windows = []
     begin = await meter.read()
     back_s: float | None = None
@@ -73,7 +76,7 @@ async def _climb(meter: Meter, load: Streams, policy: str, levels: Sequence[int]
         await load.resize(level)
         if level < before and index == len(levels) - 1:
             back_s = await _drafting_again(meter, fallen)
-        await asyncio.sleep(FIRST_S + PER_STREAM_S * max(0, level - before))
+        await asyncio.sleep(first_s + PER_STREAM_S * max(0, level - before))
         windows.append(await meter.over(seconds))
         before = level
     return Climb(policy, tuple(windows), (await meter.read()).switches - begin.switches, back_s)

@@ -42,13 +42,15 @@ async def pause(
     steady_s: float,
     body: dict[str, Any],
     report: Callable[[str], None],
+    wanted: int = WANTED_DRAFTED,
+    first_s: float = FIRST_S,
 ) -> list[Pause]:
-    """`rounds` times: draft for `steady_s`, pause for `pause_s`, then the next WANTED_DRAFTED drafted tokens."""
+    """`rounds` times: draft for `steady_s`, pause for `pause_s`, then the next `wanted` drafted tokens."""
     meter = Meter(server.targets)
     pauses = []
     async with Streams(server.server, workload, body=body) as load:
         await load.resize(streams)
-        await asyncio.sleep(FIRST_S + PER_STREAM_S * streams)
+        await asyncio.sleep(first_s + PER_STREAM_S * streams)
         for turn in range(rounds):
             await server.follow(POLICY)
             before = await meter.over(steady_s)
@@ -58,7 +60,7 @@ async def pause(
             await server.follow(POLICY)
             after = Window.between(begin, await meter.read())
             for _ in range(int(LONGEST_WAIT_S / POLL_S)):
-                if after.num_drafted >= WANTED_DRAFTED:
+                if after.num_drafted >= wanted:
                     break
                 await asyncio.sleep(POLL_S)
                 after = Window.between(begin, await meter.read())

@@ -135,7 +135,7 @@ class ShardActor(ProcessMixin, TargetShard):
 
     def _first_costs(self) -> CostTable:
         """Of the last start on this machine, or measured now."""
-        limits = {
+        limits: dict[str, Any] = {
             "block_size": self.config.kv_block_size,
             "num_blocks": self.num_blocks,
             "max_rows": self.config.max_step_tokens,

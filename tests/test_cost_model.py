@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autoscale.cost_model import BATCH_KNOTS, ROW_KNOTS, CostModel, CostTable, Curve
 from autoscale.goodput import UNMEASURED
-from autoscale.profile import TableCache, profile_draft, profile_target
+from autoscale.profile import TableCache, profile_draft, profile_target, still_holds
 from autoscale.simulate import Simulation, Workload, cpu_table
 from engine.draft_protocol import Answer, AnswerRow
 from engine.plan import Choice, Plan
@@ -72,17 +72,38 @@ def test_one_hiccup_moves_little_and_a_lasting_change_is_followed() -> None:
     assert cost.verify_s(usual.num_rows, usual.context_len) > 1.6 * before
 
 
-def test_the_profile_sees_rows_and_context() -> None:
-    def forward(plan: ForwardPlan) -> None:
+class TimedForward:
+    """A forward whose time is a function of its plan, and the clock that shows it."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.now_s = 0.0
+        self._factor = factor
+
+    def __call__(self, plan: ForwardPlan) -> None:
         assert plan.block_tables.max() < 400
         assert (plan.slots // 16 > 0).all(), "block 0 is scratch"
-        time.sleep(0.0005 + 2e-5 * len(plan.token_ids) + 2e-6 * float(plan.kv_lens.sum()))
+        self.now_s += self._factor * (0.0005 + 2e-5 * len(plan.token_ids) + 2e-6 * float(plan.kv_lens.sum()))
 
-    table = profile_target(forward, block_size=16, num_blocks=400, max_rows=256, max_spans=64)
+
+LIMITS = {"block_size": 16, "num_blocks": 400, "max_rows": 256, "max_spans": 64}
+
+
+def test_the_profile_sees_rows_and_context() -> None:
+    forward = TimedForward()
+    table = profile_target(forward, **LIMITS, clock=lambda: forward.now_s)
     assert len(table.verify_s) == len(ROW_KNOTS)
     assert 1e-5 < (table.verify_s[6] - table.verify_s[0]) / 63 < 8e-5
     assert table.verify_s[-1] > table.verify_s[7], "rows beyond the limit go on with the last slope"
     assert 1e-6 < table.context_s < 4e-6
+
+
+@pytest.mark.parametrize(("factor", "holds"), [(1.0, True), (1.1, True), (0.5, False), (2.0, False)])
+def test_a_kept_table_is_believed_only_while_forwards_take_as_long(factor: float, holds: bool) -> None:
+    """A kernel that is twice as fast, or a machine that is twice as slow, is measured anew."""
+    first = TimedForward()
+    table = profile_target(first, **LIMITS, clock=lambda: first.now_s)
+    now = TimedForward(factor)
+    assert still_holds(table, now, **LIMITS, clock=lambda: now.now_s) is holds
 
 
 def test_the_draft_s_profile_sees_passes_and_reading() -> None:

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from autoscale.goodput import make_goodput
 from autoscale.policy import Fixed
 from autoscale.simulate import WORKLOADS, Oracle, Simulation, Workload, cpu_table, h100_llama_70b
 from autoscale.toggle import Toggle, ToggleParams
-from engine.plan import Plan
+from engine.plan import Pacer, Plan
 from engine.request import Request, SamplingParams, SpeculativeOptions, Submit
 from engine.step import RowOutcome
 
@@ -126,6 +127,46 @@ def test_default_parameters_keep_their_regret(hardware, name: str, streams: int)
 
     _, outcome = simulated(table, workload, lambda _: streams)
     assert outcome.goodput >= 0.95 * max(fixed(k) for k in (0, 1, 2, 3, 4, 6, 8))
+
+
+FAULTS = {
+    "a table twice too slow": (2.0, {}),
+    "a table twice too fast": (0.5, {}),
+    "noise": (1.0, {"noise": 0.25}),
+    "a neighbour in turns": (1.0, {"slowdown": lambda now_s: 2.5 if now_s % 7 < 2 else 1.0}),
+    "a machine that slows down": (1.0, {"slowdown": lambda now_s: 1 + now_s / 20}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("name", "streams"), [("code", 1), ("chat", 8), ("adversarial", 32)])
+def test_wrong_costs_and_a_busy_machine_cost_little(fault: str, name: str, streams: int) -> None:
+    """At least 0.9 of the best fixed K in hindsight under the same fault; simulated, so repeatable."""
+    factor, disturbed = FAULTS[fault]
+    table, workload = cpu_table(), WORKLOADS[name]
+    believed = replace(table, verify_s=tuple(factor * seconds for seconds in table.verify_s))
+
+    def run(pacer: Pacer, plan: Plan) -> float:
+        return Simulation(table, workload, lambda _: streams, **disturbed).run(pacer, plan, 20.0).goodput
+
+    best = max(run(Fixed(), Plan(policy="fixed", max_k=k)) for k in (0, 2, 4))
+    assert run(make_goodput("draft_model", MAX_K, believed), Plan(max_k=MAX_K)) >= 0.9 * best
+
+
+def test_where_costs_say_that_nothing_pays_it_is_tried_all_the_same() -> None:
+    toggle = Toggle(ToggleParams(doubtful_probe_s=5.0))
+    modes = [toggle.decide(0.5, step * 0.1, worth_probing=False) for step in range(200)]
+    assert "probe" in modes
+    assert modes.index("probe") > 50
+
+
+def test_while_drafting_it_looks_now_and_then_what_a_plain_step_costs() -> None:
+    toggle = Toggle(ToggleParams())
+    modes = [toggle.decide(2.0, step * 0.02) for step in range(5000)]
+    looks = [step for step, mode in enumerate(modes) if mode == "look"]
+    assert set(modes) == {"on", "look"}
+    assert 6 <= len(looks) <= 40
+    assert looks[0] < 60
 
 
 def test_a_ramp_up_and_down_switches_little_and_comes_back_soon() -> None:
