@@ -28,6 +28,7 @@ LOOPBACK = "127.0.0.1"
 APPLICATIONS = "/api/serve/applications/"
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 10.0
+PUT_TRIES = 4
 OBJECT_STORE_BYTES = 100 << 20
 """Ray's smallest comfortable store: nothing large ever goes through it."""
 
@@ -120,10 +121,16 @@ class LocalRay:
         Raises:
             EngineUnavailable: Serve does not take it.
         """
-        try:
-            answer = httpx.put(f"{self.dashboard_url}{APPLICATIONS}", json=values, headers=self.headers, timeout=120.0)
-        except httpx.HTTPError as error:
-            raise EngineUnavailable(f"the Ray dashboard does not answer: {error}") from None
+        for tries_left in reversed(range(PUT_TRIES)):
+            try:
+                answer = httpx.put(
+                    f"{self.dashboard_url}{APPLICATIONS}", json=values, headers=self.headers, timeout=120.0
+                )
+                break
+            except httpx.HTTPError as error:  # the first one starts Serve, which a busy machine may not do in time
+                if tries_left == 0 or not self.is_running:
+                    raise EngineUnavailable(f"the Ray dashboard does not answer: {error}\n{self.log_tail()}") from None
+                time.sleep(1.0)
         if not answer.is_success:
             raise EngineUnavailable(f"Serve refused the deployment: {answer.text[-2000:]}")
 

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import httpx
-import yaml
 from rich.console import Console
 
 from deployments import yaml_config
@@ -63,7 +60,7 @@ def serve(values: dict[str, Any], *, start_timeout_s: float) -> int:
         with contextlib.closing(_Closing(ray, console, targets_folder(settings.metrics_dir))):
             base = f"http://{LOOPBACK if host in WILDCARDS else host}:{port}"
             with console.status("Deploying"):
-                _deploy(ray, values)
+                ray.put_applications(values)
                 _wait_until_healthy(ray, base, start_timeout_s)
             _print_hello(base, settings.served_name, needs_key=has_keys(settings))
             try:
@@ -121,16 +118,6 @@ def _raise_draining(number: int, frame: FrameType | None) -> None:
 def _raise_stopped(number: int, frame: FrameType | None) -> None:
     del number, frame
     raise _Stopped
-
-
-def _deploy(ray: LocalRay, values: dict[str, Any]) -> None:
-    """Hand the file to `serve deploy`."""
-    file = ray.folder / "deployment.yaml"
-    file.write_text(yaml.safe_dump(values))
-    command = [str(Path(sys.executable).with_name("serve")), "deploy", str(file), "--address", ray.dashboard_url]
-    done = subprocess.run(command, env=ray.env, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise EngineUnavailable(f"serve deploy failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
 def _wait_until_healthy(ray: LocalRay, base: str, timeout_s: float) -> None:
