@@ -60,7 +60,7 @@ class Guard:
         headers = Headers(scope=scope)
         if scope["method"] not in SAFE_METHODS and not self._is_own_page(headers):
             return _refusal(403, "Web pages of this origin may not call this server; see cors_origins", "bad_origin")
-        path = scope["path"]
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # an application may live below a prefix
         if path in OPEN_PATHS or (path.startswith(OPEN_PREFIXES) and path not in CLOSED_PATHS):
             return None
         if len(self._access.keys) == 0:

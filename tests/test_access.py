@@ -102,6 +102,18 @@ def test_health_and_the_document_need_no_key() -> None:
         assert ask("GET", url, Access(keys=ring())).status_code == 200
 
 
+@pytest.mark.parametrize(("url", "status"), [("/llm/health", 200), ("/llm/v1/models", 401), ("/llm/ui/data", 401)])
+def test_the_door_is_the_same_below_a_prefix(url: str, status: int) -> None:
+    app = build_api(dependencies(make_engine()), Access(keys=ring()))
+
+    async def run() -> httpx.Response:
+        transport = httpx.ASGITransport(app, root_path="/llm")
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.get(url)
+
+    assert asyncio.run(run()).status_code == status
+
+
 @pytest.mark.parametrize(
     ("peer", "base", "status"),
     [
