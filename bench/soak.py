@@ -140,12 +140,12 @@ class Watch:
                 self.samples.append(sample)
 
     def held_blocks(self) -> float:
-        """KV blocks that requests hold, as the metrics say."""
+        """KV blocks of the target that requests hold. The draft hears of ended requests with its next order only."""
         total = 0.0
         for file in self._targets.glob("*.json"):
             address = json.loads(file.read_text())[0]["targets"][0]
             for line in httpx.get(f"http://{address}/metrics", timeout=10.0).text.splitlines():
-                if line.startswith("paceline_kv_used_blocks"):
+                if line.startswith("paceline_kv_used_blocks") and 'cache="target"' in line:
                     total += float(line.rsplit(" ", 1)[1])
         return total
 
