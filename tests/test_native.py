@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from native_library import needs_library
 from tiny_models import FAMILIES, VOCAB, Piece, plan_of, random_cuts, reference_logits, run_cuts, write_model
 
 from engine.config import EngineConfig
@@ -24,13 +25,6 @@ from engine.native import NativeDecoder, NativeUnavailable, library, load_librar
 
 SIZES = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 64, "num_attention_heads": 6}
 NUM_BLOCKS = 120
-
-try:
-    load_library()
-    unavailable = None
-except NativeUnavailable as error:
-    unavailable = str(error)
-needs_library = pytest.mark.skipif(unavailable is not None, reason=f"no native library: {unavailable}")
 
 
 def native_runner(folder: Path, *, threads: int = 2, **options: object) -> ModelRunner:
