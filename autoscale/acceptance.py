@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +60,8 @@ class Acceptance:
         self._reached = np.zeros((len(WORKLOADS), max_k))
         self._accepted = np.zeros((len(WORKLOADS), max_k))
         self._rates = self._prior.copy()  # given that the position is reached
+        # Acceptances to be expected of a draft by the number of positions it reaches, from 0 on.
+        self._expected = [[0.0, *np.cumsum(rates).tolist()] for rates in self._rates]
         self._records: dict[int, _Record] = {}
         self._exponents = [1.0] * len(WORKLOADS)
         self.has_confidences = False
@@ -104,25 +107,30 @@ class Acceptance:
 
     def observe(self, outcomes: Sequence[RowOutcome]) -> None:
         """Learn from what the verifier said of each drafted row."""
-        touched = set()
+        lengths: dict[int, list[tuple[int, int]]] = {}  # by kind: reached and accepted tokens of each draft
         for outcome in outcomes:
             reached = min(outcome.num_accepted + 1, outcome.num_drafted)
             if reached == 0:
                 continue
             kind = _INDEX[outcome.workload]
-            touched.add(kind)
+            lengths.setdefault(kind, []).append((reached, outcome.num_accepted))
             record = self._records.setdefault(outcome.key, _Record())
             record.accepted = REQUEST_DECAY * record.accepted + outcome.num_accepted
-            record.expected = REQUEST_DECAY * record.expected + float(self._rates[kind, :reached].sum())
+            record.expected = REQUEST_DECAY * record.expected + self._expected[kind][reached]
             record.skill = (REQUEST_STRENGTH + record.accepted) / (REQUEST_STRENGTH + record.expected)
             if outcome.confidences:
                 self._calibrate(kind, outcome)
-            # All positions fade: one that is not asked for any more is told by those before it after a while.
-            for counts, seen in ((self._reached, reached), (self._accepted, outcome.num_accepted)):
-                counts[kind] *= POSITION_DECAY
-                counts[kind, :seen] += 1.0
-        for kind in touched:
+        for kind, drafts in lengths.items():
+            self._count(kind, drafts)
             self._update(kind)
+
+    def _count(self, kind: int, drafts: Sequence[tuple[int, int]]) -> None:
+        # All positions fade: one that is not asked for any more is told by those before it after a while.
+        keep = POSITION_DECAY ** len(drafts)
+        for counts, seen in zip((self._reached, self._accepted), zip(*drafts, strict=True), strict=True):
+            by_length = np.bincount(seen, minlength=counts.shape[1] + 1)
+            counts[kind] *= keep
+            counts[kind] += by_length[:0:-1].cumsum()[::-1]
 
     def believe(self, priors: Sequence[Prior]) -> None:
         """Start from these where nothing, or little, was seen here."""
@@ -166,6 +174,7 @@ class Acceptance:
             rates.append((accepted + PRIOR_STRENGTH * expected) / (reached + PRIOR_STRENGTH))
             off = rates[-1] / prior if prior > 0 else 1.0
         self._rates[kind] = rates
+        self._expected[kind] = [0.0, *accumulate(rates)]
 
 
 def kind_of(workload: WorkloadClass) -> int:
