@@ -30,10 +30,10 @@ class TrainConfig:
 
     steps: int = 3
     """Chain steps unrolled."""
-    chain_every: int = 3
+    chain_every: int = 6
     """Steps after the first are unrolled from each n-th position only (another offset per batch), weighted n-fold."""
-    row_len: int = 256
-    batch_tokens: int = 1024
+    row_len: int = 1024
+    batch_tokens: int = 1536
     lr: float = 1e-3
     head_lr_scale: float = 0.5
     muon: bool = True
