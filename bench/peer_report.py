@@ -219,7 +219,7 @@ def _ratios(report: Report) -> Iterable[list[str]]:
             str(count),
             _over(plain, _best(plain_peers)),
             _over(paced, _best(peers)),
-            "-" if plain is None or ttft is None else f"{plain.ttft_s / ttft:.2f}",
+            "-" if plain is None or not ttft else f"{plain.ttft_s / ttft:.2f}",
             _over(paced, plain),
             _over(plain, bare),
         ]

@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -26,7 +28,7 @@ from engine.errors import ConfigError, EngineUnavailable
 from engine.model_store import EMBEDDED, resolve_model
 
 VLLM_NGRAM = '{"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":4,"prompt_lookup_min":2}'
-LLAMA_NGRAM = ("--spec-type", "ngram-simple", "--draft-max", "5")
+LLAMA_NGRAM = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "2", "--spec-ngram-simple-size-m", "5")
 WARM_UP_TOKENS = 16
 
 Ask = Callable[[Sequence[str], int, dict[str, Any]], Run]
@@ -56,46 +58,74 @@ class Contender:
 
 def peers(options: argparse.Namespace) -> int:
     """Measure and report; exit status 1 if any request failed."""
+    signal.signal(signal.SIGTERM, _end)  # so that a server under test is stopped, too
     if options.quick:
         options.rounds, options.per_stream = 2, 1
-    console, progress = Console(), Console(stderr=True)
+    everybody = contenders(options)
+    unknown = [name for name in options.only or () if name not in [one.name for one in everybody]]
+    if unknown:
+        raise ConfigError(f"--only: {unknown[0]!r} given; allowed: {', '.join(one.name for one in everybody)}")
+    chosen = [one for one in everybody if not options.only or one.name in options.only]
+    bandwidths: list[float] = []
     workload = choose_workload(options)
-    chosen = [one for one in contenders(options) if not options.only or one.name in options.only]
-    runs: dict[tuple[str, int], list[Run]] = {}
-    versions: dict[str, str] = {}
-    bandwidths = []
-    for turn in range(options.rounds):
-        bandwidths.append(read_bandwidth())
-        progress.print(f"round {turn + 1}: memory reads at {bandwidths[-1] / 1e9:.1f} GB/s")
-        for contender in chosen if turn % 2 == 0 else reversed(chosen):
-            try:
-                for count, run, version in _turn(contender, workload, options, turn):
-                    runs.setdefault((contender.name, count), []).append(run)
-                    versions[contender.name] = version
-                    progress.print(f"{contender.name}, {count} streams: {run.tokens_per_s:.1f} tok/s {run.errors[:1]}")
-            except servers.NotInstalled as missing:
-                progress.print(f"[yellow]skipped {contender.name}[/yellow]: {missing}")
-            except EngineUnavailable as broken:
-                progress.print(f"[red]{contender.name}[/red]: {broken}")
-    rows = [
-        Row(one.name, versions[one.name], one.is_peer, one.drafts, count, tuple(runs[one.name, count]))
-        for count in options.streams
-        for one in chosen
-        if (one.name, count) in runs
-    ]
+    rows = measure_peers(chosen, workload, options, bandwidths.append, Console(stderr=True).print)
     report = Report(
         machine=describe_machine(servers.num_cores()),
         workload=workload.name,
         max_tokens=options.max_tokens,
         bandwidth=max(bandwidths),
         weight_bytes=(resolve_model(EMBEDDED) / "model.safetensors").stat().st_size,
-        rows=tuple(rows),
+        rows=rows,
     )
-    console.print(as_markdown(report), markup=False, soft_wrap=True)
+    Console().print(as_markdown(report), markup=False, soft_wrap=True)
     write(report, options.out)
     if options.plot is not None:
         plot(report, options.plot)
     return 1 if any(row.num_errors for row in rows) else 0
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    del number, frame
+    raise SystemExit(1)
+
+
+def measure_peers(
+    chosen: Sequence[Contender],
+    workload: Workload,
+    options: argparse.Namespace,
+    on_bandwidth: Callable[[float], None],
+    say: Callable[[str], None],
+) -> tuple[Row, ...]:
+    """All rounds of everybody who is installed and starts.
+
+    Args:
+        options: `streams`, `rounds`, `per_stream`, `at_least`, `max_tokens`.
+        on_bandwidth: told before each round how fast memory reads.
+        say: for people.
+    """
+    runs: dict[tuple[str, int], list[Run]] = {}
+    versions: dict[str, str] = {}
+    for turn in range(options.rounds):
+        bandwidth = read_bandwidth()
+        on_bandwidth(bandwidth)
+        say(f"round {turn + 1}: memory reads at {bandwidth / 1e9:.1f} GB/s")
+        for contender in chosen if turn % 2 == 0 else reversed(chosen):
+            try:
+                for count, run, version in _turn(contender, workload, options, turn):
+                    runs.setdefault((contender.name, count), []).append(run)
+                    versions[contender.name] = version
+                    failed = f", errors: {run.errors[0]}" if run.errors else ""
+                    say(f"{contender.name}, {count} streams: {run.tokens_per_s:.1f} tok/s{failed}")
+            except servers.NotInstalled as missing:
+                say(f"skipped {contender.name}: {missing}")
+            except EngineUnavailable as broken:
+                say(f"{contender.name} does not serve: {broken}")
+    return tuple(
+        Row(one.name, versions[one.name], one.is_peer, one.drafts, count, tuple(runs[one.name, count]))
+        for count in options.streams
+        for one in chosen
+        if (one.name, count) in runs
+    )
 
 
 def contenders(options: argparse.Namespace) -> list[Contender]:
