@@ -6,10 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cut_draft import cut_draft
 from serving import Server, serving
-
-from engine.model_store import resolve_model
 
 ADMIN_KEY = "end-to-end"
 
@@ -28,12 +25,9 @@ def admin() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory, targets: Path) -> Iterator[Server]:
-    """SmolLM2 in fp32 with a draft model in a process of its own."""
+    """SmolLM2 in fp32 with the draft that ships."""
     folder = tmp_path_factory.mktemp("server")
-    draft = cut_draft(resolve_model("smollm2"), folder / "draft")
     env = {"PACELINE_METRICS_DIR": str(targets), "PACELINE_ADMIN_KEY": ADMIN_KEY}
-    with serving(
-        folder / "log", "--dtype", "float32", "--draft", str(draft), "--k", "3", "--policy", "fixed", env=env
-    ) as running:
+    with serving(folder / "log", "--dtype", "float32", "--k", "3", "--policy", "fixed", env=env) as running:
         yield running
     assert list(targets.iterdir()) == [], "targets of replicas that have stopped"
