@@ -191,6 +191,7 @@ class ControllerLink:
         self._slot = slot
         self._aggregator = aggregator
         self._recorder = recorder
+        self._controller: Any = None  # found once; looked for again after it failed
         self._stop = threading.Event()
 
     def run(self) -> None:
@@ -201,11 +202,13 @@ class ControllerLink:
 
     def _exchange(self, plan: Plan) -> Plan:
         try:
-            controller = ray.get_actor(self._name, namespace=CONTROLLER_NAMESPACE)
-            report = controller.report.remote(self._engine_id, self._aggregator.take(), plan)
+            if self._controller is None:
+                self._controller = ray.get_actor(self._name, namespace=CONTROLLER_NAMESPACE)
+            report = self._controller.report.remote(self._engine_id, self._aggregator.take(), plan)
             fresh: Plan = ray.get(report, timeout=2.0)
         except (RayError, GetTimeoutError, ValueError) as error:  # ValueError: no actor of that name
             _log.debug("no word from the controller: %s", error)
+            self._controller = None
             return plan
         return fresh
 

