@@ -102,8 +102,6 @@ class ShardClient:
                 finished = isinstance(item, EngineError) or item.finish_reason is not None
                 if isinstance(item, EngineError):
                     raise item
-                if item.finish_reason == "abort":  # not by us: then nobody would be waiting here
-                    raise EngineUnavailable(f"The engine gave this request up: {item.error or 'no reason given'}")
                 if item.finish_reason == "error":
                     raise EngineError(item.error or "The engine could not finish this request")
                 yield item
@@ -131,6 +129,9 @@ class ShardClient:
                 event = decode_event(await self._reader.readexactly(frame_len(header)))
                 if isinstance(event, StepDeltas):
                     for delta in event.deltas:
+                        # Only an engine that stops ends requests that somebody waits for; why it stops comes next.
+                        if delta.finish_reason == "abort":
+                            continue
                         if (inbox := self._waiting.get(delta.request_id)) is not None:
                             inbox.put_nowait(delta)
                 elif isinstance(event, DraftStatus):

@@ -88,7 +88,9 @@ class TargetSupervisor(Generic[T]):
             EngineUnavailable: none came within `timeout_s`, or none ever will.
         """
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._decided.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                while self.serving is None and not self.is_dead:  # it may fail before this task runs
+                    await self._decided.wait()
         target = self.serving
         if target is None:
             raise EngineUnavailable(f"The engine is not available: {self.trouble}")

@@ -144,6 +144,19 @@ def test_crash_loops_go_on_at_growing_distances() -> None:
     run(World([]), script)
 
 
+def test_whoever_waits_is_not_fooled_by_a_target_that_fails_at_once() -> None:
+    async def script(world: World) -> None:
+        waiting = [asyncio.create_task(world.supervisor.wait(5.0)) for _ in range(3)]
+        await asyncio.sleep(0)  # they have begun to wait while the first one serves
+        world.made[0].die("shot")
+        for target in await asyncio.gather(*waiting, world.supervisor.wait(5.0)):
+            assert target in (world.made[0], world.made[1])
+        world.made[1].die("shot again")
+        assert await world.supervisor.wait(5.0) is world.made[2]
+
+    run(World([]), script)
+
+
 def test_a_successor_that_holds_less_is_not_taken() -> None:
     async def script(world: World) -> None:
         world.made[0].die("shot")
