@@ -206,6 +206,7 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
         muon_lr=args.muon_lr,
         budget_tokens=args.tokens,
         constant=args.constant,
+        average=args.average,
         prompt_weight=args.prompt_weight,
         time_s=None if args.time is None else args.time * 60,
         seed=args.seed,

@@ -80,6 +80,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--lr", type=float, default=TrainConfig.lr, help="AdamW's rate, of norms and (halved) of the head")
     add("--muon-lr", type=float, default=TrainConfig.muon_lr, help="Muon's rate, of the other matrices")
     add("--adamw", action="store_true", help="AdamW for all weights")
+    add("--average", type=float, default=TrainConfig.average, metavar="DECAY", help="of the running mean of weights")
     add("--batch-tokens", type=int, default=TrainConfig.batch_tokens)
     add("--constant", action="store_true", help="hold the rate after the warm-up: for runs that go on as data grow")
     add("--hold-out", type=int, default=1, metavar="N", help="shards per stream kept for measuring; 0 is none")
