@@ -108,7 +108,7 @@ def as_markdown(report: Report) -> str:
         f"{machine['cpu']}, {machine['cores']} cores, every server with {machine['cores']} threads, "
         f"memory reads at {report.bandwidth / 1e9:.1f} GB/s; {machine['date']}. Workload {report.workload}, "
         f"greedy, at most {report.max_tokens} tokens, {report.weight_bytes / 1e6:.0f} MB of weights, "
-        f"median of {rounds} rounds. " + "; ".join(f"{name}: {version}" for name, version in versions.items()) + ".",
+        f"median of {rounds} rounds." + "".join(f" {name}: {version}." for name, version in versions.items()),
         "",
         "Tokens per second (TTFT p50 ms, TPOT p50 ms, share of the roofline):",
         "",

@@ -16,6 +16,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+import httpx
 from rich.console import Console
 
 from bench import servers
@@ -30,6 +31,8 @@ from engine.model_store import EMBEDDED, resolve_model
 VLLM_NGRAM = '{"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":4,"prompt_lookup_min":2}'
 LLAMA_NGRAM = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "2", "--spec-ngram-simple-size-m", "5")
 WARM_UP_TOKENS = 16
+QUESTION = "What is the capital of France?"
+SAMPLE_TIMEOUT_S = 120.0
 
 Ask = Callable[[Sequence[str], int, dict[str, Any]], Run]
 """Send these prompts, so many at a time, with this merged into each body."""
@@ -41,6 +44,8 @@ class Ready:
 
     ask: Ask
     version: str
+    sample: str = ""
+    """What it answers to a simple question: a server that computes something else is easily fast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +116,14 @@ def measure_peers(
         say(f"round {turn + 1}: memory reads at {bandwidth / 1e9:.1f} GB/s")
         for contender in chosen if turn % 2 == 0 else reversed(chosen):
             try:
-                for count, run, version in _turn(contender, workload, options, turn):
+                for count, run, version in _turn(contender, workload, options, turn, say):
                     runs.setdefault((contender.name, count), []).append(run)
                     versions[contender.name] = version
                     failed = f", errors: {run.errors[0]}" if run.errors else ""
                     say(f"{contender.name}, {count} streams: {run.tokens_per_s:.1f} tok/s{failed}")
             except servers.NotInstalled as missing:
                 say(f"skipped {contender.name}: {missing}")
-            except EngineUnavailable as broken:
+            except (EngineUnavailable, httpx.HTTPError) as broken:
                 say(f"{contender.name} does not serve: {broken}")
     return tuple(
         Row(one.name, versions[one.name], one.is_peer, one.drafts, count, tuple(runs[one.name, count]))
@@ -157,13 +162,15 @@ def contenders(options: argparse.Namespace) -> list[Contender]:
 
 
 def _turn(
-    contender: Contender, workload: Workload, options: argparse.Namespace, turn: int
+    contender: Contender, workload: Workload, options: argparse.Namespace, turn: int, say: Callable[[str], None]
 ) -> Iterator[tuple[int, Run, str]]:
     """All numbers of streams, on prompts that depend on the number and the round alone."""
     levels = [[count] for count in options.streams] if contender.starts_by_level else [list(options.streams)]
     body = {"max_tokens": options.max_tokens} | workload.body
     for counts in levels:
         with contender.start(max(counts)) as ready:
+            if ready.sample:
+                say(f"{contender.name} says: {ready.sample}")
             for count in counts:
                 prompts = pick(workload, max(count * options.per_stream, options.at_least), seed=1000 * count + turn)
                 ready.ask(prompts[:count], count, body | {"max_tokens": WARM_UP_TOKENS})
@@ -173,7 +180,16 @@ def _turn(
 @contextlib.contextmanager
 def _over_http(starting: contextlib.AbstractContextManager[servers.Server]) -> Iterator[Ready]:
     with starting as server:
-        yield Ready(partial(_ask_server, server), server.version)
+        yield Ready(partial(_ask_server, server), server.version, _sample(server))
+
+
+def _sample(server: servers.Server) -> str:
+    body = {"model": server.model, "messages": [{"role": "user", "content": QUESTION}]}
+    body |= {"max_tokens": WARM_UP_TOKENS, "temperature": 0}
+    answer = httpx.post(f"{server.url}/chat/completions", json=body, timeout=SAMPLE_TIMEOUT_S)
+    if answer.status_code != 200:
+        raise EngineUnavailable(f"{answer.status_code}: {answer.text[:200]}")
+    return str(answer.json()["choices"][0]["message"]["content"])
 
 
 def _ask_server(server: servers.Server, prompts: Sequence[str], streams: int, body: dict[str, Any]) -> Run:
