@@ -184,7 +184,7 @@ def _over_http(starting: contextlib.AbstractContextManager[servers.Server]) -> I
 
 
 def _sample(server: servers.Server) -> str:
-    body = {"model": server.model, "messages": [{"role": "user", "content": QUESTION}]}
+    body: dict[str, Any] = {"model": server.model, "messages": [{"role": "user", "content": QUESTION}]}
     body |= {"max_tokens": WARM_UP_TOKENS, "temperature": 0}
     answer = httpx.post(f"{server.url}/chat/completions", json=body, timeout=SAMPLE_TIMEOUT_S)
     if answer.status_code != 200:
