@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 STREAMS = (1, 4, 16, 32)
@@ -140,7 +143,14 @@ def _common(streams: Sequence[int] = STREAMS) -> argparse.ArgumentParser:
 def _run(module: str, name: str) -> Any:
     def run(options: argparse.Namespace) -> int:
         action = getattr(importlib.import_module(f"bench.{module}"), name)  # only now: what it needs takes seconds
+        signal.signal(signal.SIGTERM, _leave)
         status: int = action(options)
         return status
 
     return run
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Servers that were started are stopped on the way out."""
+    del frame
+    sys.exit(128 + number)
