@@ -35,7 +35,9 @@ from distill.settings import Objective, TrainConfig
 from distill.sources import collect, is_prose
 from distill.trainer import train
 from engine.errors import ConfigError
+from engine.model_config import ModelConfig
 from engine.model_store import resolve_model
+from engine.models import Model, load_model
 
 
 def run_distill(args: argparse.Namespace) -> int:
@@ -43,7 +45,7 @@ def run_distill(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
     folder, target = _open_target(args, args.feature_layers)
     data, work = args.out / "work" / "data", args.out / "work" / "train"
-    generate_corpus(args, folder, target, data, console)
+    generate_corpus(args, folder, target.feature_layers, data, console)
     held = held_out(data, args.hold_out)
     draft = new_draft(args, target, data, work)
     config = train_config(args)
@@ -74,10 +76,11 @@ def run_distill(args: argparse.Namespace) -> int:
 
 def run_generate(args: argparse.Namespace) -> int:
     """Only generate; returns the exit status. SIGTERM and Ctrl-C end it with finished documents saved."""
-    folder, target = _open_target(args, args.feature_layers)
+    folder = resolve_model(args.target)
+    layers = args.feature_layers or default_features(folder)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        generate_corpus(args, folder, target, args.out / "work" / "data", Console(stderr=True))
+        generate_corpus(args, folder, layers, args.out / "work" / "data", Console(stderr=True))
     except KeyboardInterrupt:
         return 130
     finally:
@@ -92,7 +95,7 @@ def run_eval(args: argparse.Namespace) -> int:
     if len(tapped) > 1:
         raise ConfigError(f"drafts: they tap different layers, {tapped}; compare those with equal layers")
     folder, target = _open_target(args, tapped[0] if tapped else None)
-    shards = answers_to(args, folder, target)
+    shards = answers_to(args, folder, target.feature_layers)
     results: dict[str, dict[str, Acceptance]] = {}
     costs: dict[str, StepCosts] = {}
     for path in args.drafts:
@@ -109,17 +112,20 @@ def run_eval(args: argparse.Namespace) -> int:
     return 0
 
 
-def generate_corpus(args: argparse.Namespace, folder: Path, target: FrozenTarget, data: Path, console: Console) -> None:
+def generate_corpus(
+    args: argparse.Namespace, folder: Path, layers: tuple[int, ...], data: Path, console: Console
+) -> None:
     """Fill `data` up to `args.generate` tokens, all streams counted."""
     num_tokens = args.generate - sum(len(Shard.open(path).tokens) for path in shard_paths([data]))
     if num_tokens <= 0:
         return
     tokenizer = load_tokenizer(folder)
     chat = corpus.ChatFormat.of(tokenizer)
-    meta = {"feature_layers": list(target.feature_layers), **fingerprint(folder)}
+    model = _open_model(args, folder, layers)
+    meta = {"feature_layers": list(model.feature_layers), **fingerprint(folder)}
     writer = ShardWriter(data, args.stream, meta, shard_tokens=max(min(num_tokens // 8, 32_768), 1024))
     seed = zlib.crc32(f"{args.seed} {args.stream} {writer.next_index}".encode())
-    generator = Generator(target, num_slots=args.slots, max_len=args.max_len, stop_token=chat.stop, seed=seed)
+    generator = Generator(model, num_slots=args.slots, max_len=args.max_len, stop_token=chat.stop, seed=seed)
     with _bar(console) as bar:
         task = bar.add_task("generating", total=num_tokens, note="")
         corpus.fill(
@@ -171,7 +177,7 @@ def new_draft(args: argparse.Namespace, target: FrozenTarget, data: Path, work: 
     return draft.to(target.device)
 
 
-def answers_to(args: argparse.Namespace, folder: Path, target: FrozenTarget) -> list[Path]:
+def answers_to(args: argparse.Namespace, folder: Path, layers: tuple[int, ...]) -> list[Path]:
     """Shards with the target's answers to `args.prompts`: greedy ones, and sampled ones to each second prompt."""
     done = shard_paths([args.answers])
     if done:
@@ -186,7 +192,8 @@ def answers_to(args: argparse.Namespace, folder: Path, target: FrozenTarget) -> 
         jobs += corpus.answers(chat, tokenizer, given, 0, max_answer=args.max_answer, temperatures=(temperature,))
     longest = max(len(job.prompt) for job in jobs) + args.max_answer
     writer = ShardWriter(args.answers, "answers", fingerprint(folder), shard_tokens=1 << 62)
-    generator = Generator(target, num_slots=24, max_len=longest, stop_token=chat.stop, seed=0)
+    model = _open_model(args, folder, layers)
+    generator = Generator(model, num_slots=24, max_len=longest, stop_token=chat.stop, seed=0)
     corpus.fill(generator, iter(jobs), writer)
     return shard_paths([args.answers])
 
@@ -234,24 +241,36 @@ def load_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-def default_features(num_layers: int) -> tuple[int, ...]:
-    """A low, a middle and the last layer: (4, 14, 29) of 30."""
+def default_features(folder: Path) -> tuple[int, ...]:
+    """A low, a middle and the last layer of the target: (4, 14, 29) of 30."""
+    num_layers = ModelConfig.load(folder).num_layers
     return tuple(sorted({max(num_layers * 2 // 15, 0), max(num_layers // 2 - 1, 0), num_layers - 1}))
 
 
 def _open_target(args: argparse.Namespace, layers: tuple[int, ...] | None) -> tuple[Path, FrozenTarget]:
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    device = args.device if args.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    """The target as training sees it: weights to start from, and what a step costs."""
     folder = resolve_model(args.target)
-    count = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
-    dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32
+    device, dtype = _placed(args)
     try:
         return folder, FrozenTarget(
-            folder, feature_layers=layers or default_features(count), device=device, dtype=dtype
+            folder, feature_layers=layers or default_features(folder), device=device, dtype=dtype
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def _open_model(args: argparse.Namespace, folder: Path, layers: tuple[int, ...]) -> Model:
+    """The target as it serves, to write and to be read from."""
+    device, dtype = _placed(args)
+    return load_model(folder, device=device, dtype=dtype, feature_layers=tuple(sorted(layers)))
+
+
+def _placed(args: argparse.Namespace) -> tuple[str, torch.dtype]:
+    """Device and compute type; sets the threads of this process."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    device = args.device if args.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    return device, torch.bfloat16 if args.dtype == "bfloat16" else torch.float32
 
 
 def _bar(console: Console) -> Progress:

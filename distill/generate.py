@@ -1,22 +1,26 @@
 """The target writes its own training data: batched decoding over fixed slots, everything it saw kept.
 
-Owns the slot loop (static KV, one forward of all slots per step, a free slot is refilled at once) and the sampling of
-the corpus. Knows nothing of where prompts come from: it takes jobs, gives documents.
+Owns the slot loop (one forward of all slots per step, prompts in chunks beside the decodes, a free slot is refilled at
+once) and the sampling of the corpus. The forward is the one that serves, so features are those a draft will be given.
+Knows nothing of where prompts come from: it takes jobs, gives documents.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from distill.data import Document
-from distill.decoder import FrozenTarget
+from distill.likeliest import Likeliest, likeliest
+from engine.config import CPU_BLOCK, CUDA_PAGE
+from engine.model_runner import ModelRunner
+from engine.models import Model
+from engine.step import ForwardPlan
 
 
 @dataclass(frozen=True)
@@ -44,22 +48,24 @@ class Job:
 
 @dataclass
 class Slot:
-    """A job in progress: tokens so far, which were chosen by the target, and what is still to be given."""
+    """A job in progress: tokens so far, which were chosen by the target, and how many it has read."""
 
     job: Job
     tokens: list[int]
     written: list[int]
+    num_read: int = 0
     segment: int = 0
     in_segment: int = 0
-    given: deque[int] = field(default_factory=deque)
-    done: bool = False
+    closed: bool = False
+    """No token is added any more."""
 
-    def push(self, sampled: int, stop_token: int) -> None:
-        """Append the next token: a given one if any is due, else the sampled one."""
-        if self.given:
-            self.tokens.append(self.given.popleft())
-            self.written.append(0)
-            return
+    @property
+    def num_due(self) -> int:
+        """Tokens still to be read; the last one of a closed slot never is."""
+        return len(self.tokens) - self.num_read - int(self.closed)
+
+    def push(self, sampled: int, stop_token: int, max_len: int) -> None:
+        """Append the sampled token, and what is given after it where a segment ends."""
         segment = self.job.segments[self.segment]
         self.in_segment += 1
         over = self.in_segment >= segment.max_tokens
@@ -67,41 +73,82 @@ class Slot:
         self.tokens.append(token)
         self.written.append(int(token == sampled))
         if token == stop_token or over:
-            self.given.extend(segment.then)
             self.segment += 1
             self.in_segment = 0
-            self.done = self.segment == len(self.job.segments)
+            self.closed = self.segment == len(self.job.segments)
+            if not self.closed:
+                self.tokens.extend(segment.then)
+                self.written.extend([0] * len(segment.then))
+        if len(self.tokens) >= max_len:
+            del self.tokens[max_len:], self.written[max_len:]
+            self.closed = True
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one forward: the next `counts[s]` tokens of each of S slots."""
+
+    slots: tuple[Slot, ...]
+    indices: npt.NDArray[np.int32]
+    """[S]."""
+    counts: npt.NDArray[np.int32]
+    """[S]."""
+
+    def plan(self, block_size: int, blocks_per_slot: int) -> ForwardPlan:
+        """Every slot has its own run of blocks, the first after block 0."""
+        reads = np.array([slot.num_read for slot in self.slots], np.int32)
+        num_rows, ends = int(self.counts.sum()), np.cumsum(self.counts, dtype=np.int32)
+        positions = np.arange(num_rows, dtype=np.int32) + np.repeat(reads - ends + self.counts, self.counts)
+        first_blocks = 1 + self.indices * blocks_per_slot
+        return ForwardPlan(
+            token_ids=np.array(
+                [
+                    token
+                    for slot, count in zip(self.slots, self.counts.tolist(), strict=True)
+                    for token in slot.tokens[slot.num_read : slot.num_read + count]
+                ],
+                np.int32,
+            ),
+            positions=positions,
+            slots=(np.repeat(first_blocks * block_size, self.counts) + positions).astype(np.int32),
+            q_lens=self.counts,
+            kv_lens=reads + self.counts,
+            block_tables=(first_blocks[:, None] + np.arange(blocks_per_slot)).astype(np.int32),
+            logit_rows=np.arange(num_rows, dtype=np.int32),
+        )
 
 
 class Generator:
     """Runs jobs through the target, `num_slots` at a time.
 
     Args:
+        model: the target, with the feature layers to keep.
         num_top: how many of the likeliest tokens are kept per position.
         max_len: longest document, tokens; jobs whose prompt leaves less than 16 tokens are skipped.
+        max_rows: tokens in one forward; what the decodes leave is for prompts.
     """
 
     def __init__(
         self,
-        target: FrozenTarget,
+        model: Model,
         *,
         num_slots: int,
         max_len: int,
         stop_token: int,
         seed: int,
         num_top: int = 64,
+        max_rows: int = 256,
     ) -> None:
-        self.target, self.num_slots, self.max_len, self.stop_token = target, num_slots, max_len, stop_token
-        c, device = target.config, target.device
-        self.num_top = num_top
-        shape = (c.num_hidden_layers, num_slots, c.num_key_value_heads)
-        # Keys lie transposed, [.., d, positions]: the batched product of one query row is twice as fast so on CPU.
-        self._k = torch.zeros((*shape, c.head_dim, max_len), dtype=target.dtype, device=device)
-        self._v = torch.zeros((*shape, max_len, c.head_dim), dtype=target.dtype, device=device)
-        width = len(target.feature_layers), c.hidden_size
-        self._features = torch.zeros((num_slots, max_len, *width), dtype=torch.bfloat16, device=device)
-        self._top_ids = torch.zeros((num_slots, max_len, num_top), dtype=torch.int32, device=device)
-        self._top_logprobs = torch.zeros((num_slots, max_len, num_top), dtype=torch.float16, device=device)
+        self.num_slots, self.max_len, self.stop_token = num_slots, max_len, stop_token
+        self.num_top, self.max_rows = num_top, max_rows
+        block_size = CUDA_PAGE if model.device.type == "cuda" else CPU_BLOCK
+        self._blocks_per_slot = -(-max_len // block_size)
+        self._runner = ModelRunner(model, num_blocks=1 + num_slots * self._blocks_per_slot, block_size=block_size)
+        shape, device = (num_slots, max_len), model.device
+        self._feature_shape = len(model.feature_layers), model.config.hidden_size
+        self._features = torch.zeros((*shape, *self._feature_shape), dtype=torch.bfloat16, device=device)
+        self._top_ids = torch.zeros((*shape, num_top), dtype=torch.int32, device=device)
+        self._top_logprobs = torch.zeros((*shape, num_top), dtype=torch.float16, device=device)
         self._rng = torch.Generator(device=device).manual_seed(seed)
         self._slots: list[Slot | None] = [None] * num_slots
 
@@ -110,13 +157,14 @@ class Generator:
         while True:
             for index, slot in enumerate(self._slots):
                 if slot is None and (job := self._next_job(jobs)) is not None:
-                    self._start(index, job)
+                    written = [int(job.own)] * len(job.prompt)
+                    self._slots[index] = Slot(job, list(job.prompt), written, closed=not job.segments)
             if not any(self._slots):
                 return
-            if any(slot is not None and not slot.done for slot in self._slots):
+            if any(slot is not None and slot.num_due for slot in self._slots):
                 self._step()
             for index, slot in enumerate(self._slots):
-                if slot is not None and (slot.done or len(slot.tokens) >= self.max_len):
+                if slot is not None and slot.num_due == 0:
                     self._slots[index] = None
                     yield self._document(index, slot)
 
@@ -126,79 +174,58 @@ class Generator:
                 return job
         return None
 
-    def _start(self, index: int, job: Job) -> None:
-        """Prefill all but the last prompt token; the next step takes it from there."""
-        n = len(job.prompt) - 1
-        # Lengths are rounded up: oneDNN keeps a compiled kernel per shape, and hundreds of them fill gigabytes.
-        # What lies behind the prompt is invisible to it and overwritten by later steps.
-        padded = min(-(-n // 32) * 32, self.max_len)
-        ids = torch.tensor([[*job.prompt[:-1], *[0] * (padded - n)]], device=self.target.device)
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            self._k[layer, index, ..., :padded], self._v[layer, index, :, :padded] = k[0].transpose(1, 2), v[0]
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-
-        with torch.inference_mode():
-            hidden = self.target.forward(ids, torch.arange(padded, device=ids.device)[None], attend)
-            top = self._top(self.target.logits(hidden.last[0]))
-            self._features[index, :padded] = hidden.features[0].to(torch.bfloat16)
-            self._top_ids[index, :padded] = top.indices.int()
-            self._top_logprobs[index, :padded] = top.values.half()
-        slot = Slot(job, list(job.prompt), [int(job.own)] * len(job.prompt))
-        slot.done = not job.segments
-        self._slots[index] = slot
+    def _rows(self) -> Rows:
+        """Decodes first, then prompts as far as `max_rows` reach."""
+        busy = [(index, slot) for index, slot in enumerate(self._slots) if slot is not None and slot.num_due]
+        room, chosen = self.max_rows, []
+        for index, slot in sorted(busy, key=lambda item: item[1].num_due):
+            if count := min(slot.num_due, room):
+                chosen.append((slot, index, count))
+                room -= count
+        slots, indices, counts = zip(*chosen, strict=True)
+        return Rows(slots, np.array(indices, np.int32), np.array(counts, np.int32))
 
     @torch.inference_mode()
     def _step(self) -> None:
-        """One forward of every busy slot; each gets its next token."""
-        busy = [(index, slot) for index, slot in enumerate(self._slots) if slot is not None and not slot.done]
-        device = self.target.device
-        rows = torch.tensor([index for index, _ in busy], device=device)
-        at = torch.tensor([len(slot.tokens) - 1 for _, slot in busy], device=device)
-        ids = torch.tensor([[slot.tokens[-1]] for _, slot in busy], device=device)
-        span = min(-(-(int(at.max()) + 1) // 64) * 64, self.max_len)  # rounded up as in `_start`
-        mask = torch.zeros((len(busy), 1, 1, span), device=device)
-        mask.masked_fill_(torch.arange(span, device=device) > at[:, None, None, None], float("-inf"))
-        whole, scale = len(busy) == self.num_slots, self.target.config.head_dim**-0.5
+        """One forward; each slot that has then read all its tokens gets its next one."""
+        rows = self._rows()
+        plan = rows.plan(self._runner.block_size, self._blocks_per_slot)
+        logits, features = self._runner.forward(plan), self._runner.features
+        if logits is None or features is None:
+            raise RuntimeError("the target yields no logits or no features; it must be whole and tap layers")
+        top = likeliest(logits, self.num_top)
+        device = logits.device
+        at = (
+            torch.from_numpy(np.repeat(rows.indices, rows.counts).astype(np.int64)).to(device),
+            torch.from_numpy(plan.positions.astype(np.int64)).to(device),
+        )
+        self._features[at] = features.view(-1, *self._feature_shape).to(torch.bfloat16)
+        self._top_ids[at], self._top_logprobs[at] = top.ids.int(), top.logprobs.half()
+        last_rows, ready = np.cumsum(rows.counts) - 1, []
+        for slot, count, row in zip(rows.slots, rows.counts.tolist(), last_rows.tolist(), strict=True):
+            slot.num_read += count
+            if slot.num_due == 0 and not slot.closed:
+                ready.append((slot, row))
+        if not ready:
+            return
+        chosen = torch.tensor([row for _, row in ready], device=device)
+        temperature = torch.tensor([slot.job.segments[slot.segment].temperature for slot, _ in ready], device=device)
+        sampled = self._sample(Likeliest(top.logprobs[chosen], top.ids[chosen]), temperature).tolist()
+        for (slot, _), token in zip(ready, sampled, strict=True):
+            slot.push(token, self.stop_token, self.max_len)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self._k[layer, rows, ..., at], self._v[layer, rows, :, at] = k[:, 0], v[:, 0]
-            keys, values = self._k[layer, ..., :span], self._v[layer, :, :, :span]
-            if not whole:
-                keys, values = keys[rows], values[rows]
-            # The query heads of one KV group are the rows of one product, so keys are read once.
-            grouped = torch.unflatten(q[:, 0], 1, (keys.shape[1], -1))
-            scores = torch.bmm(grouped.flatten(0, 1), keys.flatten(0, 1)).view(*grouped.shape[:3], span)
-            weights = (scores.float() * scale + mask).softmax(-1).to(q.dtype)
-            out = torch.bmm(weights.flatten(0, 1), values.flatten(0, 1))
-            return out.view(grouped.shape).flatten(1, 2)[:, None]
-
-        hidden = self.target.forward(ids, at[:, None], attend)
-        top = self._top(self.target.logits(hidden.last[:, 0]))
-        self._features[rows, at] = hidden.features[:, 0].to(torch.bfloat16)
-        self._top_ids[rows, at], self._top_logprobs[rows, at] = top.indices.int(), top.values.half()
-        temperature = torch.tensor([_temperature(slot) for _, slot in busy], device=device)
-        sampled = self._sample(top, temperature).tolist()
-        for (_, slot), token in zip(busy, sampled, strict=True):
-            slot.push(token, self.stop_token)
-
-    def _top(self, logits: Tensor) -> torch.return_types.topk:
-        """logits [N, V] -> the likeliest tokens with log-probabilities over the full vocabulary, float32."""
-        return logits.log_softmax(-1, dtype=torch.float32).topk(self.num_top, dim=-1)
-
-    def _sample(self, top: torch.return_types.topk, temperature: Tensor) -> Tensor:
+    def _sample(self, top: Likeliest, temperature: Tensor) -> Tensor:
         """One token per row [N]; top-k 50, then top-p 0.95, at the row's temperature."""
-        scaled = top.values[:, :50] / temperature.clamp(min=1e-3)[:, None]
+        scaled = top.logprobs[:, :50] / temperature.clamp(min=1e-3)[:, None]
         probs = scaled.softmax(-1)
         probs = probs * (probs.cumsum(-1) - probs < 0.95)
         picked = torch.multinomial(probs, 1, generator=self._rng)[:, 0]
         picked = torch.where(temperature > 0, picked, 0)
-        return top.indices.gather(1, picked[:, None])[:, 0]
+        return top.ids.gather(1, picked[:, None])[:, 0]
 
     def _document(self, index: int, slot: Slot) -> Document:
-        """Copy the slot's record out; the last token was never fed, so it is dropped."""
-        n = len(slot.tokens) - 1
+        """Copy the slot's record out; the last token was never read, so it is dropped."""
+        n = slot.num_read
         bits = self._features[index, :n].cpu().view(torch.uint16).numpy().copy()
         return Document(
             kind=slot.job.kind,
@@ -208,7 +235,3 @@ class Generator:
             top_ids=self._top_ids[index, :n].cpu().numpy().astype(np.uint16),
             top_logprobs=self._top_logprobs[index, :n].cpu().numpy().copy(),
         )
-
-
-def _temperature(slot: Slot) -> float:
-    return slot.job.segments[min(slot.segment, len(slot.job.segments) - 1)].temperature

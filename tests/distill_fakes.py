@@ -10,6 +10,7 @@ import transformers
 from distill.data import ShardWriter, shard_paths
 from distill.decoder import FrozenTarget, fingerprint
 from distill.generate import Generator, Job, Segment
+from engine.models import Model, load_model
 
 VOCAB = 96
 STOP = 2
@@ -42,6 +43,11 @@ def open_target(folder: Path) -> FrozenTarget:
     return FrozenTarget(folder, feature_layers=(0, 1), dtype=torch.float32, rows=8, max_len=256)
 
 
+def open_model(folder: Path) -> Model:
+    """The same as it serves."""
+    return load_model(folder, dtype=torch.float32, feature_layers=(0, 1))
+
+
 def jobs(
     count: int, *, seed: int = 0, prompt_len: int = 4, answer_len: int = 40, temperature: float = 1.0
 ) -> list[Job]:
@@ -54,7 +60,7 @@ def jobs(
 def write_shards(target: FrozenTarget, folder: Path, *, count: int, shard_tokens: int, seed: int = 0) -> list[Path]:
     """Shards of `count` answers."""
     writer = ShardWriter(folder, "made", fingerprint(target.folder), shard_tokens=shard_tokens)
-    generator = Generator(target, num_slots=16, max_len=64, stop_token=STOP, seed=seed, num_top=16)
+    generator = Generator(open_model(target.folder), num_slots=16, max_len=64, stop_token=STOP, seed=seed, num_top=16)
     for document in generator.run(iter(jobs(count, seed=seed))):
         writer.add(document)
     writer.flush()

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from distill.data import (
     Document,
@@ -21,12 +23,22 @@ from distill.data import (
 )
 from distill.decoder import FrozenTarget, causal_attend
 from distill.generate import Generator, Job, Segment
-from tests.distill_fakes import STOP, VOCAB, jobs, open_target, write_shards, write_target
+from distill.likeliest import likeliest
+from engine.model_runner import ModelRunner
+from engine.models import Model, load_model
+from tests.distill_fakes import STOP, VOCAB, jobs, open_model, open_target, write_shards, write_target
+from tests.native_library import needs_library
+from tests.tiny_models import Piece, plan_of, write_model
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> FrozenTarget:
     return open_target(write_target(tmp_path_factory.mktemp("target")))
+
+
+@pytest.fixture(scope="module")
+def model(target: FrozenTarget) -> Model:
+    return open_model(target.folder)
 
 
 def document(length: int, *, first: int = 0) -> Document:
@@ -42,8 +54,9 @@ def document(length: int, *, first: int = 0) -> Document:
     )
 
 
-def test_generator_records_what_the_target_computes(target: FrozenTarget) -> None:
-    generator = Generator(target, num_slots=3, max_len=48, stop_token=STOP, seed=0, num_top=8)
+@pytest.mark.parametrize("max_rows", [5, 256])
+def test_generator_records_what_the_target_computes(target: FrozenTarget, model: Model, max_rows: int) -> None:
+    generator = Generator(model, num_slots=3, max_len=48, stop_token=STOP, seed=0, num_top=8, max_rows=max_rows)
     found = list(generator.run(iter([*jobs(5, temperature=0.0), *jobs(4, seed=1, prompt_len=9)])))
     assert len(found) == 9
     for doc in found:
@@ -56,16 +69,58 @@ def test_generator_records_what_the_target_computes(target: FrozenTarget) -> Non
         assert (doc.top_ids[:, 0] == law.indices[:, 0].numpy()).mean() > 0.95
 
 
-def test_greedy_answers_follow_the_best_token(target: FrozenTarget) -> None:
-    generator = Generator(target, num_slots=2, max_len=48, stop_token=STOP, seed=0, num_top=8)
+@needs_library
+def test_generator_keeps_what_serving_computes(tmp_path: Path) -> None:
+    """The native forward gives a row the same result whatever is beside it, so all that is kept must be equal to it."""
+    folder = write_model(tmp_path, "llama", head_dim=64, hidden_size=96, intermediate_size=160, num_attention_heads=6)
+    model = load_model(folder, kernel="native", feature_layers=(0, 1))
+    generator = Generator(model, num_slots=3, max_len=70, stop_token=STOP, seed=0, num_top=8, max_rows=20)
+    documents = list(generator.run(iter([*jobs(4), *jobs(3, seed=1, prompt_len=33)])))
+    assert len(documents) == 7
+    for doc in documents:
+        ids, runner = doc.tokens.tolist(), ModelRunner(model, num_blocks=8, block_size=16)
+        logits = runner.forward(plan_of([Piece(ids, 0, len(ids), range(1, 8))], block_size=16))
+        assert logits is not None
+        assert runner.features is not None
+        np.testing.assert_array_equal(doc.features, runner.features.view(len(ids), 2, 96).view(torch.uint16).numpy())
+        law = logits.log_softmax(-1).topk(8)
+        np.testing.assert_allclose(doc.top_logprobs, law.values.numpy(), rtol=1e-3, atol=1e-3)
+
+
+def test_read_only_prompts_are_kept_without_their_last_token(model: Model) -> None:
+    generator = Generator(model, num_slots=2, max_len=48, stop_token=STOP, seed=0, num_top=8, max_rows=10)
+    prompts = [tuple(range(3, 3 + length)) for length in (48, 20, 30)]
+    found = list(generator.run(Job("text", prompt, (), own=True) for prompt in prompts))
+    assert {tuple(doc.tokens.tolist()) for doc in found} == {prompt[:-1] for prompt in prompts}
+    assert all(doc.written.all() and (doc.top_logprobs < 0).all() for doc in found)
+
+
+@given(
+    vocab=st.integers(20, 9000),
+    count=st.integers(1, 80),
+    spread=st.sampled_from([0.01, 1.0, 30.0]),
+    seed=st.integers(0, 9),
+)
+def test_likeliest_is_exact(vocab: int, count: int, spread: float, seed: int) -> None:
+    logits = torch.randn(9, vocab, generator=torch.Generator().manual_seed(seed)) * spread
+    law = logits.log_softmax(-1)
+    values, ids = likeliest(logits, count)
+    expected = law.topk(min(count, vocab)).values
+    torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(law.gather(1, ids), expected, rtol=1e-5, atol=1e-5)
+    assert all(len(set(row)) == len(row) for row in ids.tolist())
+
+
+def test_greedy_answers_follow_the_best_token(model: Model) -> None:
+    generator = Generator(model, num_slots=2, max_len=48, stop_token=STOP, seed=0, num_top=8)
     for doc in generator.run(iter(jobs(4, temperature=0.0))):
         chosen = np.flatnonzero(doc.written)
         assert (doc.tokens[chosen] == doc.top_ids[chosen - 1, 0]).all()
 
 
-def test_glue_between_turns_is_given_not_written(target: FrozenTarget) -> None:
+def test_glue_between_turns_is_given_not_written(model: Model) -> None:
     glue = (7, 8, 9)
-    generator = Generator(target, num_slots=1, max_len=64, stop_token=STOP, seed=0, num_top=8)
+    generator = Generator(model, num_slots=1, max_len=64, stop_token=STOP, seed=0, num_top=8)
     (doc,) = generator.run(iter([Job("two turns", (5, 6), (Segment(1.0, 10, glue), Segment(0.0, 10)))]))
     text = doc.tokens.tolist()
     at = text.index(STOP, 2) + 1
