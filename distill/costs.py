@@ -53,7 +53,7 @@ def measure(target: FrozenTarget, draft: EagleDraft | SmallDraft, k: int, *, rep
     positions = CONTEXT + torch.arange(k + 1, device=target.device)[None]
 
     def step(rows: int) -> Callable[[], object]:
-        return lambda: target.logits(target.forward(ids[:, :rows], positions[:, :rows], attend).last).argmax(-1)
+        return lambda: target.logits(target.forward(ids[:, :rows], positions[:, :rows], attend)).argmax(-1)
 
     # Interleaved, so that a slow moment of the machine meets all three alike.
     runs = (step(1), step(k + 1), draft_step(target, draft))

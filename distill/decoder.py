@@ -1,8 +1,8 @@
-"""The frozen target as distillation sees it: one forward over any span, hidden features tapped on the way.
+"""The frozen target as training sees it: weights to start drafts from, and a plain forward to weigh them against.
 
-Owns a plain Llama-family decoder (Llama, Mistral, Qwen2, Qwen3 weights, safetensors only) whose attention is injected,
-so that the generator (static KV slots), the trainer and the evaluator share it. On CPU in bfloat16 the weights are
-prepacked for oneDNN. It knows nothing of sampling, shards or drafts.
+Owns a plain Llama-family decoder (Llama, Mistral, Qwen2, Qwen3 weights, safetensors only) whose attention is injected;
+drafts are timed with the same parts. On CPU in bfloat16 the weights are prepacked for oneDNN. Data are not made with
+it: they come from the forward that serves. It knows nothing of sampling, shards or drafts.
 """
 
 from __future__ import annotations
@@ -117,20 +117,12 @@ class DecoderLayer:
     down: PackedLinear
 
 
-@dataclass(frozen=True)
-class Hidden:
-    """What a forward leaves: `last` [B, T, H] after the final norm, `features` [B, T, F, H] of the tapped layers."""
-
-    last: Tensor
-    features: Tensor
-
-
 class FrozenTarget:
     """The target model, weights fixed.
 
     Args:
         folder: Hugging Face folder with `config.json` and safetensors.
-        feature_layers: layers whose outputs (residual stream after the layer) are tapped; the last layer's is taken
+        feature_layers: layers whose outputs (residual stream after the layer) drafts read; the last layer's is taken
             before the final norm.
         rows: rows of a typical forward, a hint for weight packing.
     """
@@ -162,18 +154,14 @@ class FrozenTarget:
         self._cos, self._sin = cos.to(dtype), sin.to(dtype)
 
     @torch.inference_mode()
-    def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Hidden:
-        """Run ids [B, T] at positions [B, T]; the cache, if any, lives in `attend`."""
+    def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """[B, T, H] after the final norm, of ids [B, T] at positions [B, T]; the cache, if any, lives in `attend`."""
         c = self.config
         cos, sin = self._cos[positions].unsqueeze(2), self._sin[positions].unsqueeze(2)
         x = F.embedding(ids, self.embed)
-        taps = []
         for index, layer in enumerate(self.layers):
             x = run_layer(c, index, layer, x, cos, sin, attend)
-            if index in self.feature_layers:
-                taps.append(x)
-        features = torch.stack(taps, dim=2) if taps else x.new_empty((*x.shape[:2], 0, c.hidden_size))
-        return Hidden(rms_norm(x, self.final_norm, c.rms_norm_eps), features)
+        return rms_norm(x, self.final_norm, c.rms_norm_eps)
 
     @torch.inference_mode()
     def logits(self, last: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +22,7 @@ from distill.data import (
     shard_paths,
     token_mass,
 )
-from distill.decoder import FrozenTarget, causal_attend
+from distill.decoder import FrozenTarget
 from distill.generate import Generator, Job, Segment
 from distill.likeliest import likeliest
 from engine.model_runner import ModelRunner
@@ -59,12 +60,16 @@ def test_generator_records_what_the_target_computes(target: FrozenTarget, model:
     generator = Generator(model, num_slots=3, max_len=48, stop_token=STOP, seed=0, num_top=8, max_rows=max_rows)
     found = list(generator.run(iter([*jobs(5, temperature=0.0), *jobs(4, seed=1, prompt_len=9)])))
     assert len(found) == 9
+    twin, tapped = transformers.LlamaForCausalLM.from_pretrained(target.folder, dtype=torch.float32), []
+    for layer in twin.model.layers:
+        layer.register_forward_hook(lambda layer, args, out: tapped.append(out[0]))
     for doc in found:
-        ids = torch.from_numpy(doc.tokens.astype(np.int64))[None]
-        hidden = target.forward(ids, torch.arange(ids.shape[1])[None], causal_attend)
-        law = target.logits(hidden.last[0]).log_softmax(-1).topk(8)
+        tapped.clear()
+        with torch.inference_mode():
+            logits = twin(torch.from_numpy(doc.tokens.astype(np.int64))[None]).logits[0]
+        law = logits.log_softmax(-1).topk(8)
         features = torch.from_numpy(doc.features).view(torch.bfloat16).float()
-        torch.testing.assert_close(features, hidden.features[0], rtol=0.01, atol=0.01)
+        torch.testing.assert_close(features, torch.stack(tapped, 1), rtol=0.01, atol=0.01)
         np.testing.assert_allclose(doc.top_logprobs, law.values.numpy(), atol=0.02)
         assert (doc.top_ids[:, 0] == law.indices[:, 0].numpy()).mean() > 0.95
 

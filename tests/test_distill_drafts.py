@@ -135,8 +135,8 @@ def test_initialised_small_draft_of_all_layers_is_the_target(target: FrozenTarge
         logits = draft.head(draft.unroll(batch, 1).hidden[0])
     from distill.decoder import causal_attend
 
-    hidden = target.forward(batch.tokens, torch.arange(10)[None], causal_attend)
-    torch.testing.assert_close(logits, target.logits(hidden.last)[:, 1:, VOCABULARY], rtol=1e-4, atol=1e-4)
+    last = target.forward(batch.tokens, torch.arange(10)[None], causal_attend)
+    torch.testing.assert_close(logits, target.logits(last)[:, 1:, VOCABULARY], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("architecture", ["eagle", "draft_model"])
