@@ -158,6 +158,7 @@ def contenders(options: argparse.Namespace) -> list[Contender]:
             drafts=True,
             starts_by_level=True,
         ),
+        Contender("transformers", lambda _: _over_http(servers.transformers())),
     ]
 
 

@@ -6,6 +6,7 @@ Owns one launcher per kind of server. A peer that is not installed says so with 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import shutil
 import signal
@@ -113,6 +114,23 @@ def llama_cpp(binary: Path, options: Sequence[str], *, streams: int) -> Iterator
     lines = [line for line in (told.stdout + told.stderr).splitlines() if line.startswith("version")]
     with _running(command, port) as url:
         yield Server(url, EMBEDDED, lines[0].removeprefix("version: ") if lines else "")
+
+
+@contextlib.contextmanager
+def transformers() -> Iterator[Server]:
+    """The server that comes with `transformers`.
+
+    Raises:
+        NotInstalled: it lacks what it needs beside itself.
+    """
+    if importlib.util.find_spec("accelerate") is None:
+        raise NotInstalled("transformers serve needs accelerate; pip install accelerate")
+    port = free_port()
+    model = str(resolve_model(EMBEDDED))
+    command = [str(Path(sys.executable).with_name("transformers")), "serve", model, "--host", LOOPBACK]
+    command += ["--port", str(port), "--device", "cpu", "--dtype", "bfloat16"]
+    with _running(command, port, env={"HF_HUB_OFFLINE": "1"}) as url:
+        yield Server(url, model, version("transformers"))
 
 
 def num_cores() -> int:
