@@ -84,8 +84,10 @@ class Case:
         if settings.pop("eagle", False):
             use_draft, draft_folder = True, resolve_draft("smollm2-eagle")
         if settings.pop("small_pool", False):
+            # All that run at once fit with their prompts, not with their answers.
             longest = max(len(prompt) for prompt in self.prompts) + self.max_tokens + 16
-            settings |= {"kv_cache_tokens": longest + 64, "max_model_len": longest}
+            together = sum(len(prompt) for prompt in self.prompts[:max_num_requests]) + self.max_tokens // 2
+            settings |= {"kv_cache_tokens": max(longest, together), "max_model_len": longest, "block_size": 4}
         greedy = SamplingParams(temperature=0.0, max_tokens=self.max_tokens, stop_token_ids=(EOS,))
         submits = [
             Submit(request_id=str(i), prompt=tuple(prompt), sampling=greedy) for i, prompt in enumerate(self.prompts)
