@@ -107,15 +107,14 @@ class Goodput:
         if plan.priors is not self._priors:
             self._priors = plan.priors
             self._believe(plan.priors)
-        best, plain_s = self._best(decodes, width, num_prefill_rows)
+        best, plain_s, prompts_s = self._best(decodes, width, num_prefill_rows)
         gain = best.goodput * plain_s / len(decodes)
         worth_probing = self.toggle.is_on or self._could_pay(len(decodes), plain_s, num_prefill_rows)
         mode = self.toggle.decide(gain, self._now_s, worth_probing=worth_probing)
-        self.predicted = best if mode == "on" else Allocation(best.ks * 0, float(len(decodes)), plain_s)
+        chosen = best if mode == "on" else Allocation(best.ks * 0, float(len(decodes)), plain_s)
+        self.predicted = replace(chosen, seconds=chosen.seconds + prompts_s)
         if self._num_choices % REPRICE_STEPS == 0 or not self._made:
-            self._reprice(
-                best, len(decodes) + num_prefill_rows, width, max(self.predicted.goodput, len(decodes) / plain_s)
-            )
+            self._reprice(best, len(decodes) + num_prefill_rows, width, max(chosen.goodput, len(decodes) / plain_s))
         if mode == "on":
             bare = [_CHOICES[k] for k in best.ks.tolist()]
         else:
@@ -180,8 +179,12 @@ class Goodput:
         if self.free is not None:
             self.free.acceptance.believe([prior for prior in priors if prior.method == "ngram"])
 
-    def _best(self, decodes: Sequence[Request], width: int, num_prefill_rows: int) -> tuple[Allocation, float]:
-        """The best allocation, and the duration of the step without drafts."""
+    def _best(self, decodes: Sequence[Request], width: int, num_prefill_rows: int) -> tuple[Allocation, float, float]:
+        """The best allocation, the duration of the step without drafts and prompts, and what the prompts add.
+
+        Prompts must be computed whatever is drafted beside them, so their time is nobody's gain: counted in, it would
+        make a row look cheap where the next steps yield the same token for less. What a row adds is priced beside them.
+        """
         keys = [request.key for request in decodes]
         depths = self._depths(keys, decodes, width)
         batch, facts = len(keys), self._batch
@@ -191,7 +194,7 @@ class Goodput:
         survival = self.acceptance.survival_of(keys, facts.kinds, deepest)
         if facts.beyond is not None:
             survival[facts.beyond[:, :deepest]] = 0.0
-        plain_s = self.cost.step_s(rows, context)
+        plain_s = self.cost.step_s(batch, context)
         best = allocate(
             survival,
             base_s=plain_s,
@@ -201,7 +204,8 @@ class Goodput:
             depths=depths,
         )
         self._depth = max(1, best.depth)
-        return best, plain_s
+        prompts_s = self.cost.step_s(rows, context) - plain_s if num_prefill_rows else 0.0
+        return best, plain_s, prompts_s
 
     def _depths(self, keys: list[int], decodes: Sequence[Request], width: int) -> range:
         """The depth chosen last and a neighbour, in turns; all of them when the batch has changed, and now and then.
