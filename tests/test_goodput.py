@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from autoscale.acceptance import Acceptance
 from autoscale.allocation import allocate
+from autoscale.cost_model import BATCH_KNOTS, ROW_KNOTS, CostTable
 from autoscale.goodput import make_goodput
 from autoscale.policy import Fixed
 from autoscale.simulate import WORKLOADS, Oracle, Simulation, Workload, cpu_table, h100_llama_70b
@@ -241,6 +242,19 @@ def test_the_oracle_is_not_beaten_by_much() -> None:
     _, outcome = simulated(table, workload, lambda _: 8, seconds=40.0)
     oracle = Simulation(table, workload, lambda _: 8).run(Oracle(table, MAX_K), Plan(max_k=MAX_K), 40.0)
     assert 0.93 * oracle.goodput < outcome.goodput < 1.05 * oracle.goodput
+
+
+def test_prompts_in_a_step_do_not_make_drafts_look_cheap() -> None:
+    """Where every row has its price, a drafted row yields less than a plain one, however long the step is already."""
+    table = CostTable(verify_s=tuple(max(5e-3, 4e-4 * rows) for rows in ROW_KNOTS), pass_s=(1e-4,) * len(BATCH_KNOTS))
+    submit = Submit(request_id="r", prompt=(1,), sampling=SamplingParams(max_tokens=100))
+    decodes = [Request(submit=submit, key=key, stream_key=0, tokens=[1]) for key in range(24)]
+    for num_prefill_rows in (0, 480):
+        pacer = make_goodput("draft_model", MAX_K, table)
+        pacer.choose(Plan(max_k=MAX_K), decodes, num_prefill_rows)
+        assert pacer.predicted is not None
+        assert pacer.predicted.tokens == len(decodes)
+        assert pacer.predicted.seconds == pytest.approx(4e-4 * (len(decodes) + num_prefill_rows), rel=0.05)
 
 
 def test_choosing_is_cheap() -> None:
