@@ -90,7 +90,7 @@ def _config(file: GGUFFile) -> dict[str, Any]:
         "hidden_act": "silu",
         "hidden_size": hidden,
         "intermediate_size": file.get("llama.feed_forward_length", int),
-        "num_hidden_layers": file.get("llama.block_count", int),
+        "num_hidden_layers": _num_layers(file),
         "num_attention_heads": heads,
         "num_key_value_heads": file.get("llama.attention.head_count_kv", int),
         "head_dim": hidden // heads,
@@ -110,6 +110,14 @@ def _config(file: GGUFFile) -> dict[str, Any]:
 
 def _generation_config(config: dict[str, Any]) -> dict[str, Any]:
     return {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+
+
+def _num_layers(file: GGUFFile) -> int:
+    """Never above what the file has tensors for: a damaged number would make names until memory is full."""
+    count: int = file.get("llama.block_count", int)
+    if not 0 < count <= len(file.names):
+        raise ConfigError(f"model: llama.block_count = {count}, but the file holds {len(file.names)} tensors")
+    return count
 
 
 def _tensor_names(num_layers: int) -> dict[str, str]:

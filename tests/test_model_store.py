@@ -262,6 +262,16 @@ def test_damaged_bytes_end_in_config_error(data: st.DataObject, tiny_gguf: Path,
         shutil.rmtree(cache, ignore_errors=True)
 
 
+def test_more_layers_than_tensors_are_refused(tiny_gguf: Path, tmp_path: Path) -> None:
+    content = bytearray(tiny_gguf.read_bytes())
+    where = content.index(b"llama.block_count") + len(b"llama.block_count") + 4  # behind the value's type
+    content[where : where + 4] = struct.pack("<I", 2**31 - 1)
+    source = tmp_path / "many.gguf"
+    source.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"llama\.block_count = 2147483647"):
+        convert_embedded(source, tmp_path / "cache", progress=False)
+
+
 def test_reading_beyond_the_metadata_is_refused(tiny_gguf: Path) -> None:
     with GGUFFile(tiny_gguf) as file:
         with pytest.raises(ConfigError, match="lacks tensor nothing"):
