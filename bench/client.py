@@ -9,7 +9,7 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,30 @@ class Run:
         """Accepted share of drafted tokens; None where nothing was drafted or the server does not tell."""
         drafted = sum(answer.num_drafted for answer in self.answers)
         return sum(answer.num_accepted for answer in self.answers) / drafted if drafted else None
+
+
+class Rounds:
+    """What counts of several runs of the same load, for whoever holds them as `runs`."""
+
+    __slots__ = ()
+    runs: tuple[Run, ...]
+
+    def median(self, figure: Callable[[Run], float]) -> float:
+        return statistics.median(figure(run) for run in self.runs)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.median(lambda run: run.tokens_per_s)
+
+    @property
+    def num_errors(self) -> int:
+        return sum(len(run.errors) for run in self.runs)
+
+    @property
+    def acceptance(self) -> float | None:
+        """Accepted share of drafted tokens over all rounds; None where the server does not tell."""
+        rates = [run.acceptance for run in self.runs if run.acceptance is not None]
+        return statistics.mean(rates) if rates else None
 
 
 async def load(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.client import Run, load
+from bench.client import Rounds, Run, load
 from bench.servers import Server
 from bench.workload import Workload, pick
 
@@ -32,30 +31,13 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class Cell(Rounds):
     """All rounds of one variant at one number of streams."""
 
     variant: str
     workload: str
     streams: int
     runs: tuple[Run, ...]
-
-    def median(self, figure: Callable[[Run], float]) -> float:
-        return statistics.median(figure(run) for run in self.runs)
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.median(lambda run: run.tokens_per_s)
-
-    @property
-    def num_errors(self) -> int:
-        return sum(len(run.errors) for run in self.runs)
-
-    @property
-    def acceptance(self) -> float | None:
-        """Accepted share of drafted tokens over all rounds."""
-        rates = [run.acceptance for run in self.runs if run.acceptance is not None]
-        return statistics.mean(rates) if rates else None
 
     def as_json(self) -> dict[str, Any]:
         return {

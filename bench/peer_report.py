@@ -9,17 +9,17 @@ import datetime
 import json
 import platform
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.client import Run
+from bench.client import Rounds, Run
 from engine.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Row(Rounds):
     """All rounds of one contender at one number of streams."""
 
     name: str
@@ -29,13 +29,6 @@ class Row:
     streams: int
     runs: tuple[Run, ...]
 
-    def median(self, figure: Callable[[Run], float]) -> float:
-        return statistics.median(figure(run) for run in self.runs)
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.median(lambda run: run.tokens_per_s)
-
     @property
     def ttft_s(self) -> float:
         return self.median(lambda run: run.ttft_p50_s)
@@ -43,16 +36,6 @@ class Row:
     @property
     def tpot_s(self) -> float:
         return self.median(lambda run: run.tpot_p50_s)
-
-    @property
-    def num_errors(self) -> int:
-        return sum(len(run.errors) for run in self.runs)
-
-    @property
-    def acceptance(self) -> float | None:
-        """Accepted share of drafted tokens, where the server tells."""
-        rates = [run.acceptance for run in self.runs if run.acceptance is not None]
-        return statistics.mean(rates) if rates else None
 
 
 @dataclass(frozen=True, slots=True)
