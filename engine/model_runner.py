@@ -54,12 +54,8 @@ class ModelRunner:
             ]
 
     @torch.inference_mode()
-    def forward(self, plan: ForwardPlan, embedded: torch.Tensor | None = None) -> torch.Tensor | None:
+    def forward(self, plan: ForwardPlan) -> torch.Tensor | None:
         """Compute a plan: write K and V of its rows, then attend, layer by layer.
-
-        Args:
-            plan: the rows.
-            embedded: [N, hidden_size] what enters the first layer instead of the embedding of the plan's tokens.
 
         Returns:
             [R, vocab] float32 logits of `plan.logit_rows` on rank 0, None on other ranks. `vocab` is the model's, or
@@ -68,7 +64,7 @@ class ModelRunner:
         Raises:
             ShardDown: a peer shard is gone.
         """
-        result = self.model.forward(plan, self.caches, embedded)
+        result = self.model.forward(plan, self.caches)
         self.features = result.hidden
         return result.logits
 

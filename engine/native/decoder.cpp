@@ -315,7 +315,7 @@ class Model {
     pool_.wake();
     const long rows = plan.num_rows;
     residual_.get(rows * shape_.hidden);
-    normed_.get(rows * std::max(shape_.hidden, 1));
+    normed_.get(rows * shape_.hidden);
     projected_.get(rows * (shape_.heads + 2 * shape_.kv_heads) * shape_.head_dim);
     query_.get(rows * shape_.heads * shape_.head_dim);
     context_.get(rows * shape_.heads * shape_.head_dim);
