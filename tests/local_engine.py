@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +103,7 @@ class LocalEngine:
         """Submit all at once; the generated tokens by request id."""
         out: dict[str, list[int]] = {submit.request_id: [] for submit in submits}
         pending = set(out)
+        self._hold_until(len(submits))
         for submit in submits:
             self._socket.sendall(frame(SubmitCommand(submit)))
         while pending:
@@ -124,6 +126,18 @@ class LocalEngine:
 
     def abort(self, request_id: str) -> None:
         self._socket.sendall(frame(AbortCommand(request_id)))
+
+    def _hold_until(self, num_commands: int) -> None:
+        """Keep the engine from stepping until that many commands are in: who shares a step with whom is not chance."""
+        engine = self.shards[0].engine
+        assert engine is not None
+        inbox, deadline = engine._inbox, time.monotonic() + 10
+
+        def hold() -> None:
+            while inbox.qsize() < num_commands and time.monotonic() < deadline:
+                time.sleep(0.001)
+
+        engine.call(hold)
 
     def _event(self) -> object:
         return decode_event(self._stream.read(frame_len(self._stream.read(HEADER.size))))
