@@ -28,7 +28,7 @@ from distill.decoder import FrozenTarget, fingerprint
 from distill.draft import SmallDraft
 from distill.eagle import EagleDraft
 from distill.evaluate import Acceptance, evaluate
-from distill.export import DraftMismatchError, export_draft, load_draft
+from distill.export import DraftMismatchError, export_draft, load_draft, start_from
 from distill.generate import Generator, Job
 from distill.prompts import Prompt, prompts
 from distill.settings import Objective, TrainConfig
@@ -173,7 +173,13 @@ def new_draft(args: argparse.Namespace, target: FrozenTarget, data: Path, work: 
         draft = EagleDraft(target.config, target.feature_layers, vocab, target.embed, num_layers=args.layers or 1)
     else:
         draft = SmallDraft(target.config, vocab, target.embed, num_layers=args.layers or 3)
-    draft.initialise(target, layers=args.from_layers)
+    if args.start_from is None:
+        draft.initialise(target, layers=args.from_layers)
+    else:
+        try:
+            start_from(draft, args.start_from, target)
+        except DraftMismatchError as error:
+            raise ConfigError(str(error)) from None
     return draft.to(target.device)
 
 

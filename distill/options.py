@@ -71,6 +71,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--architecture", choices=("eagle", "draft_model"), default="eagle")
     add("--layers", type=int, default=None, metavar="N", help="decoder layers (eagle: 1, draft_model: 3)")
     add("--from-layers", type=_integers, default=None, metavar="A,B", help="target layers to initialise from")
+    add("--start-from", type=Path, default=None, metavar="DRAFT", help="train an earlier draft further, on new data")
     add("--draft-vocab", type=int, default=8_192, metavar="N", help="tokens the draft scores")
     add("--tokens", type=int, default=6_000_000, help="training budget, token positions")
     add("--time", type=float, default=None, metavar="MIN", help="training time at most; run again to continue")

@@ -13,7 +13,7 @@ from distill.data import Batch
 from distill.decoder import FrozenTarget, rms_norm, rope_tables
 from distill.draft import SmallDraft
 from distill.eagle import EagleDraft
-from distill.export import DraftMismatchError, export_draft, load_draft, quantise_rows
+from distill.export import DraftMismatchError, export_draft, load_draft, quantise_rows, start_from
 from tests.distill_fakes import VOCAB, open_target, write_target
 
 VOCABULARY = torch.arange(3, 63)
@@ -154,6 +154,20 @@ def test_export_round_trip(target: FrozenTarget, tmp_path: Path, architecture: s
     for (name, value), (_, again) in zip(draft.named_parameters(), loaded.named_parameters(), strict=True):
         bound = 0.02 * value.abs().max().item() if int8 else 0.005 * value.abs().max().item()
         assert (value - again).abs().max().item() <= bound, name
+
+
+def test_a_draft_starts_from_an_earlier_one(target: FrozenTarget, tmp_path: Path) -> None:
+    earlier = eagle(target, 1)
+    export_draft(earlier, target.folder, tmp_path / "earlier", card="")
+    vocabulary = torch.cat([VOCABULARY[1:], torch.tensor([t for t in range(96) if t not in VOCABULARY.tolist()][:2])])
+    wider = EagleDraft(target.config, target.feature_layers, vocabulary, target.embed, num_layers=1)
+    start_from(wider, tmp_path / "earlier", target)
+    assert torch.allclose(wider.fuse.weight, earlier.fuse.weight, atol=0.01)
+    assert torch.allclose(wider.head.weight[:-2], earlier.head.weight[1:], atol=0.01)
+    fresh, rows = wider.head.weight[-1], target.head_weight
+    assert torch.allclose(fresh - 0.7 * (rows[vocabulary[-1]] - rows.mean(0)), earlier.head.weight.mean(0), atol=0.01)
+    with pytest.raises(DraftMismatchError, match=r"start_from: .* is eagle of 1 layers, wanted is eagle of 2"):
+        start_from(eagle(target, 2), tmp_path / "earlier", target)
 
 
 def test_quantised_rows_are_off_by_half_a_step_at_most() -> None:
