@@ -60,7 +60,7 @@ def test_reference_paths_agree(tmp_path: Path) -> None:
     folder = write_model(tmp_path, "qwen2")
     prompts = prompts_of(random.Random(2), [30, 12])
     cuts = [[20, 4, 6], [1, 1, 10]]
-    slow = load_model(folder, dtype=torch.float32, linear="reference", attention="reference")
+    slow = load_model(folder, dtype=torch.float32, kernel="reference")
     fast = load_model(folder, dtype=torch.float32)
     found = [run_cuts(ModelRunner(model, num_blocks=40, block_size=4), prompts, cuts) for model in (slow, fast)]
     assert_close(found[0], found[1])

@@ -21,7 +21,8 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.model_runner import ModelRunner
 from engine.models import load_model
-from engine.native import NativeDecoder, NativeUnavailable, library, load_library
+from engine.models.native_decoder import NativeDecoder
+from engine.native import NativeUnavailable, library, load_library
 
 SIZES = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 64, "num_attention_heads": 6}
 NUM_BLOCKS = 120

@@ -21,6 +21,7 @@ from engine.attention import Attention
 from engine.collectives import Collectives
 from engine.linear import Linear
 from engine.model_config import ModelConfig
+from engine.models.compute import Compute
 from engine.models.norm import RmsNorm
 from engine.models.rope import Rope, Rotation
 from engine.step import ForwardPlan
@@ -101,23 +102,22 @@ class Decoder:
         self,
         config: ModelConfig,
         weights: DecoderWeights,
+        compute: Compute,
         *,
         collectives: Collectives,
         attention: Attention,
         feature_layers: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         self.config = config
         self.shard = ShardSpec(collectives.rank, collectives.size)
-        self.dtype = dtype
-        self.device = device
+        self.dtype = compute.dtype
+        self.device = compute.device
         self.draft_vocab = weights.draft_vocab
-        self.attention = attention
-        self.collectives = collectives
+        self._attention = attention
+        self._collectives = collectives
         self.feature_layers = feature_layers
         self._weights = weights
-        self._rope = Rope(config, dtype=dtype, device=device)
+        self._rope = Rope(config, dtype=self.dtype, device=self.device)
         self._head_columns = self.shard.parts(self.logit_width)
         heads = self.shard.kv_heads(config)
         self.num_kv_heads = heads.stop - heads.start
@@ -169,7 +169,7 @@ class Decoder:
             positions=to_device(plan.positions),
             slots=to_device(plan.slots),
             logit_rows=to_device(plan.logit_rows),
-            attention=self.attention.prepare(plan, block_size=block_size),
+            attention=self._attention.prepare(plan, block_size=block_size),
         )
 
     def _attend(
@@ -186,7 +186,7 @@ class Decoder:
             query, key = rotated[:, :heads], rotated[:, heads:]
         cache.keys.view(-1, kv_heads, head_dim).index_copy_(0, inputs.slots, key)
         cache.values.view(-1, kv_heads, head_dim).index_copy_(0, inputs.slots, qkv[:, heads + kv_heads :])
-        context = self.attention.attend(query, cache.keys, cache.values, inputs.attention)  # [N, H * D]
+        context = self._attention.attend(query, cache.keys, cache.values, inputs.attention)  # [N, H * D]
         return self._residual(layer.o, context, hidden)
 
     def _mlp(self, layer: Layer, hidden: torch.Tensor) -> torch.Tensor:
@@ -196,7 +196,7 @@ class Decoder:
     def _residual(self, linear: Linear, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """hidden + the sum over shards of linear(x). Rank 0 brings the residual (and the bias) into the sum."""
         out = linear.plus(x, hidden) if self.shard.rank == 0 else linear(x)
-        self.collectives.all_reduce(out)
+        self._collectives.all_reduce(out)
         return out
 
     def _logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
@@ -205,5 +205,5 @@ class Decoder:
             empty = torch.empty(0, self.logit_width, dtype=torch.float32, device=self.device)
             return empty if self.shard.rank == 0 else None
         local = self._weights.head(self._weights.final_norm(hidden.index_select(0, rows)))
-        logits = self.collectives.gather_logits(local, self._head_columns)
+        logits = self._collectives.gather_logits(local, self._head_columns)
         return None if logits is None else logits.float()

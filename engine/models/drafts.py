@@ -11,14 +11,13 @@ from pathlib import Path
 
 import torch
 
-from engine.attention import AttentionKind
 from engine.collectives import Solo
 from engine.draft_folder import check_draft
-from engine.linear import LinearKind
-from engine.models import KernelKind, Model, load_model, make_decoder
+from engine.models import Model, load_decoder
+from engine.models.compute import Compute, KernelKind
 from engine.models.eagle import EagleHead
 from engine.models.loading import Loader
-from engine.weights import WHOLE
+from engine.weights import WHOLE, WeightFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +35,6 @@ def load_draft(
     *,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
-    linear: LinearKind = "auto",
-    attention: AttentionKind = "auto",
     kernel: KernelKind = "auto",
 ) -> LoadedDraft:
     """Load a draft for a target. Arguments as in `load_model`.
@@ -46,31 +43,18 @@ def load_draft(
         ConfigError: it does not belong to the target, with the field and both values; or any reason of `load_model`.
     """
     config = check_draft(folder, target_folder)
-    if config.architecture != "eagle":
-        model = load_model(
-            folder,
-            dtype=dtype,
-            device=device,
-            target_folder=target_folder,
-            linear=linear,
-            attention=attention,
-            kernel=kernel,
-        )
-        return LoadedDraft(model, None)
-    where = torch.device(device)
-    loader = Loader(config, folder, shard=WHOLE, dtype=dtype, device=where, linear=linear)
-    with torch.inference_mode():
-        head = loader.eagle()
-    decoder = make_decoder(
-        loader,
+    files = WeightFiles(folder)
+    compute = Compute(dtype, torch.device(device), kernel)
+    head = None
+    if config.architecture == "eagle":
+        with torch.inference_mode():
+            head = Loader(config, files, compute, shard=WHOLE, linear=compute.layers).eagle_head()
+    decoder = load_decoder(
         config,
-        dtype=dtype,
-        device=where,
+        files,
+        compute,
         collectives=Solo(),
         target_folder=target_folder,
-        feature_layers=(config.num_layers - 1,),
-        linear=linear,
-        attention=attention,
-        kernel=kernel,
+        feature_layers=() if head is None else (config.num_layers - 1,),
     )
     return LoadedDraft(decoder, head)

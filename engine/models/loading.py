@@ -13,6 +13,7 @@ import torch
 from engine.errors import ConfigError
 from engine.linear import Linear, LinearKind, make_linear
 from engine.model_config import ModelConfig
+from engine.models.compute import Compute
 from engine.models.decoder import DecoderWeights, Layer
 from engine.models.eagle import EagleHead
 from engine.models.norm import RmsNorm
@@ -26,45 +27,34 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 class Loader:
-    """Reads one shard of a model.
+    """Reads one shard of a model, with linear layers of one kind.
 
     Args:
-        config: of the folder.
-        folder: with safetensors.
+        config: of the model.
+        files: its tensors.
+        compute: where they go, and of which type.
         shard: the part to read.
-        dtype: weights are converted to it.
-        device: where they go.
-        linear: kind of linear layers to build.
+        linear: kind of the linear layers and norms to build.
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        folder: Path,
-        *,
-        shard: ShardSpec,
-        dtype: torch.dtype,
-        device: torch.device,
-        linear: LinearKind,
+        self, config: ModelConfig, files: WeightFiles, compute: Compute, *, shard: ShardSpec, linear: LinearKind
     ) -> None:
         self._config = config
-        self._files = WeightFiles(folder)
+        self._files = files
+        self._compute = compute
         self._shard = shard
-        self._dtype = dtype
-        self._device = device
         self._linear = linear
 
-    def load(self, target_folder: Path | None, *, linear: LinearKind | None = None) -> DecoderWeights:
-        """All of a decoder.
+    def decoder(self, target_folder: Path | None) -> DecoderWeights:
+        """All of a decoder, and with it the last of what the files hold.
 
         Args:
             target_folder: where a draft's shared embedding lies.
-            linear: kind of its linear layers, if another than the loader's.
 
         Raises:
             ConfigError: a tensor is missing, superfluous or misshaped.
         """
-        self._linear = linear or self._linear
         config = self._config
         embedding = self._embedding(target_folder)
         layers = tuple(self._layer(f"model.layers.{index}.") for index in range(config.num_layers))
@@ -75,8 +65,8 @@ class Loader:
         self._files.check_all_read(ignore=_IGNORED + tied)
         return DecoderWeights(embedding, layers, final_norm, head, draft_vocab)
 
-    def eagle(self) -> EagleHead:
-        """What an eagle draft has beside its decoder. Call it before `load`.
+    def eagle_head(self) -> EagleHead:
+        """What an eagle draft has beside its decoder; to be read before that.
 
         Raises:
             ConfigError: a tensor is missing or misshaped.
@@ -170,7 +160,7 @@ class Loader:
                 f"model: {DRAFT_VOCAB} must hold distinct token ids within [0, {config.vocab_size}), "
                 f"given are {ids.numel()} from {int(ids.min())} to {int(ids.max())}"
             )
-        return ids.to(self._device)
+        return ids.to(self._compute.device)
 
     def _part(
         self,
@@ -197,4 +187,4 @@ class Loader:
 
     def _to(self, tensor: torch.Tensor) -> torch.Tensor:
         """On the device, in the dtype, contiguous, and no longer tied to the file."""
-        return tensor.to(device=self._device, dtype=self._dtype, copy=True).contiguous()
+        return tensor.to(device=self._compute.device, dtype=self._compute.dtype, copy=True).contiguous()

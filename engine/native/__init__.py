@@ -1,12 +1,11 @@
 """The forward of a whole plan in one native call, for bf16 on CPUs that have AVX512-BF16.
 
 Optional: where the machine or its compiler does not serve, `engine.models.decoder.Decoder` does the same with PyTorch's
-operators. `engine.models.load_model` chooses.
+operators. `engine.models.load_model` chooses. Knows nothing of the models in Python.
 """
 
 from __future__ import annotations
 
-from engine.native.decoder import NativeDecoder, check_native
-from engine.native.library import NativeUnavailable, load_library
+from engine.native.library import LayerWeights, NativeUnavailable, Plan, Shape, load_library
 
-__all__ = ["NativeDecoder", "NativeUnavailable", "check_native", "load_library"]
+__all__ = ["LayerWeights", "NativeUnavailable", "Plan", "Shape", "load_library"]

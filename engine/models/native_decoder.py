@@ -18,7 +18,7 @@ from engine.linear import PlainLinear
 from engine.model_config import ModelConfig
 from engine.models.decoder import DecoderWeights, ForwardResult, Layer, LayerCache
 from engine.models.rope import inverse_frequencies
-from engine.native.library import LayerWeights, NativeUnavailable, Plan, Shape, load_library
+from engine.native import LayerWeights, NativeUnavailable, Plan, Shape, load_library
 from engine.step import ForwardPlan
 from engine.weights import WHOLE
 
