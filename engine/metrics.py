@@ -1,25 +1,31 @@
 """Every metric, declared once as data: exporter, documentation, panels and alerts derive from this list.
 
-Owns names, kinds, units, labels, buckets, and the query that makes sense of each. Knows no client library and no value.
+Owns names, units, labels, buckets, and the query that makes sense of each. Knows no client library and no value.
 Ratios are formed in PromQL only, so figures of several replicas can be added first.
 
 Every series also carries COMMON_LABELS. The targets in the discovery files carry the same ones, so that `up` has them
-too; scrape with `honor_labels: true`. In `promql`, $selector stands for label matchers (always last inside the
-braces, may be empty) and $window for a range: `metric.query(selector='app=~"$app"', window="$__rate_interval")`.
+too; scrape with `honor_labels: true`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from string import Template
 from typing import Literal, get_args
 
+from engine.metric_types import Group, Metric, counter, gauge, histogram, mean, over, quantile, rate
 from engine.step import KReason
 
-MetricKind = Literal["counter", "gauge", "histogram"]
-Unit = Literal["", "seconds", "tokens", "requests", "blocks", "bytes", "ratio"]
-Group = Literal["speculation", "serving", "fleet"]
+__all__ = [
+    "COMMON_LABELS",
+    "K_REASONS",
+    "METRICS",
+    "SCALING_REASONS",
+    "Group",
+    "Metric",
+    "ScalingReason",
+    "by_name",
+]
+
 Phase = Literal["schedule", "draft", "handoff", "verify", "sample"]
 SwitchCause = Literal["gain", "acceptance", "batch", "plan", "draft_down", "draft_up"]
 """Drafting came on because it pays; went off because it is not believed, or the batch is too large; the plan's policy,
@@ -45,145 +51,34 @@ K_BUCKETS = tuple(float(k) for k in range(17))
 BATCH_BUCKETS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 ERROR_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Metric:
-    """One metric."""
-
-    name: str
-    """As it is exposed; counters end in `_total`. Histograms add `_bucket`, `_sum` and `_count`."""
-    kind: MetricKind
-    group: Group
-    """The dashboard it belongs to."""
-    help: str
-    promql: str
-    """The query of its panel, a string.Template over $selector and $window."""
-    unit: Unit = ""
-    labels: tuple[str, ...] = ()
-    """Beside COMMON_LABELS."""
-    values: tuple[str, ...] = ()
-    """What the only label can be, where that is known; such series exist from the start, at 0."""
-    buckets: tuple[float, ...] = ()
-    """Upper bounds of a histogram, +Inf left out."""
-    alias_of: str | None = None
-    """Name of the metric whose values it repeats, for boards made for another server."""
-
-    def query(self, *, selector: str = "", window: str = "1m") -> str:
-        """The panel's query for these label matchers and this range."""
-        query = Template(self.promql).substitute(selector=selector, window=window)
-        return query if selector else query.replace("{}", "")
-
-
-def _rate(name: str, by: str = "") -> str:
-    return f"sum{f' by ({by})' if by else ''} (rate({name}{{$selector}}[$window]))"
-
-
-def _mean(name: str, by: str = "") -> str:
-    return f"{_rate(f'{name}_sum', by)} / {_rate(f'{name}_count', by)}"
-
-
-def _quantile(name: str, quantile: float) -> str:
-    return f"histogram_quantile({quantile}, {_rate(f'{name}_bucket', 'le')})"
-
-
-def _counter(
-    name: str,
-    group: Group,
-    help: str,
-    promql: str = "",
-    *,
-    unit: Unit = "",
-    labels: tuple[str, ...] = (),
-    values: tuple[str, ...] = (),
-    alias_of: str | None = None,
-) -> Metric:
-    return Metric(
-        name=name,
-        kind="counter",
-        group=group,
-        help=help,
-        promql=promql or _rate(name, labels[0] if labels else ""),
-        unit=unit,
-        labels=labels,
-        values=values,
-        alias_of=alias_of,
-    )
-
-
-def _gauge(
-    name: str,
-    group: Group,
-    help: str,
-    *,
-    unit: Unit = "",
-    labels: tuple[str, ...] = (),
-    values: tuple[str, ...] = (),
-    of_app: bool = False,
-) -> Metric:
-    """`of_app`: every replica of an app says the same."""
-    by = ", ".join(("app" if of_app else "replica", *labels))
-    promql = f"{'max' if of_app else 'sum'} by ({by}) ({name}{{$selector}})"
-    return Metric(
-        name=name, kind="gauge", group=group, help=help, promql=promql, unit=unit, labels=labels, values=values
-    )
-
-
-def _histogram(
-    name: str,
-    group: Group,
-    help: str,
-    buckets: tuple[float, ...],
-    promql: str = "",
-    *,
-    unit: Unit = "seconds",
-    labels: tuple[str, ...] = (),
-    values: tuple[str, ...] = (),
-) -> Metric:
-    return Metric(
-        name=name,
-        kind="histogram",
-        group=group,
-        help=help,
-        promql=promql or _quantile(name, 0.95),
-        unit=unit,
-        labels=labels,
-        values=values,
-        buckets=buckets,
-    )
-
-
-def _over(numerator: str, denominator: str, by: str = "") -> str:
-    return f"{_rate(numerator, by)} / {_rate(denominator, by)}"
-
-
 _STEPS = (
-    _counter("paceline_steps_total", "speculation", "Steps of the engine's loop."),
-    _histogram(
+    counter("paceline_steps_total", "speculation", "Steps of the engine's loop."),
+    histogram(
         "paceline_step_seconds",
         "speculation",
         "Duration of a whole step.",
         STEP_BUCKETS,
-        _mean("paceline_step_seconds"),
+        mean("paceline_step_seconds"),
     ),
-    _histogram(
+    histogram(
         "paceline_phase_seconds",
         "speculation",
         "Duration of each phase of a step; draft and handoff only in steps that asked a draft.",
         STEP_BUCKETS,
-        _rate("paceline_phase_seconds_sum", "phase"),
+        rate("paceline_phase_seconds_sum", "phase"),
         labels=("phase",),
         values=PHASES,
     ),
-    _histogram(
+    histogram(
         "paceline_batch_requests",
         "speculation",
         "Decoding requests per step.",
         BATCH_BUCKETS,
-        _mean("paceline_batch_requests"),
+        mean("paceline_batch_requests"),
         unit="requests",
     ),
-    _counter("paceline_prefill_tokens_total", "serving", "Prompt tokens computed in steps.", unit="tokens"),
-    _counter(
+    counter("paceline_prefill_tokens_total", "serving", "Prompt tokens computed in steps.", unit="tokens"),
+    counter(
         "paceline_verdicts_total",
         "speculation",
         "Requests that a step gave at least one token, summed over steps.",
@@ -192,57 +87,57 @@ _STEPS = (
 )
 
 _DRAFTS = (
-    _counter("paceline_drafts_total", "speculation", "Drafts verified: one per request and step that drafted for it."),
-    _counter("paceline_drafted_tokens_total", "speculation", "Draft tokens verified.", unit="tokens"),
-    _counter(
+    counter("paceline_drafts_total", "speculation", "Drafts verified: one per request and step that drafted for it."),
+    counter("paceline_drafted_tokens_total", "speculation", "Draft tokens verified.", unit="tokens"),
+    counter(
         "paceline_accepted_tokens_total",
         "speculation",
         "Draft tokens accepted; over drafted tokens it is the acceptance rate.",
-        _over("paceline_accepted_tokens_total", "paceline_drafted_tokens_total"),
+        over("paceline_accepted_tokens_total", "paceline_drafted_tokens_total"),
         unit="tokens",
     ),
-    _counter(
+    counter(
         "paceline_emitted_tokens_total",
         "speculation",
         "Tokens emitted; over verdicts it is the number of tokens per request and step.",
-        _over("paceline_emitted_tokens_total", "paceline_verdicts_total"),
+        over("paceline_emitted_tokens_total", "paceline_verdicts_total"),
         unit="tokens",
     ),
-    _histogram(
+    histogram(
         "paceline_accepted_per_draft",
         "speculation",
         "Accepted tokens of each draft.",
         K_BUCKETS,
-        _mean("paceline_accepted_per_draft"),
+        mean("paceline_accepted_per_draft"),
         unit="tokens",
     ),
-    _counter(
+    counter(
         "paceline_reached_positions_total",
         "speculation",
         "Draft tokens that the verdict reached, by position from 0: those after a rejection are not counted.",
         unit="tokens",
         labels=("position",),
     ),
-    _counter(
+    counter(
         "paceline_accepted_positions_total",
         "speculation",
         "Draft tokens accepted, by position from 0; over the reached ones it is acceptance by position.",
-        _over("paceline_accepted_positions_total", "paceline_reached_positions_total", "position"),
+        over("paceline_accepted_positions_total", "paceline_reached_positions_total", "position"),
         unit="tokens",
         labels=("position",),
     ),
 )
 
 _PACE = (
-    _histogram(
+    histogram(
         "paceline_k",
         "speculation",
         "K of each request and step: draft tokens that were verified for it.",
         K_BUCKETS,
-        _mean("paceline_k"),
+        mean("paceline_k"),
         unit="tokens",
     ),
-    _counter(
+    counter(
         "paceline_k_reasons_total",
         "speculation",
         "Why K was what it was, per request and step.",
@@ -250,7 +145,7 @@ _PACE = (
         labels=("reason",),
         values=K_REASONS,
     ),
-    _counter(
+    counter(
         "paceline_switches_total",
         "speculation",
         "Times that drafting went on or off, by cause.",
@@ -258,101 +153,101 @@ _PACE = (
         labels=("cause",),
         values=SWITCH_CAUSES,
     ),
-    _counter(
+    counter(
         "paceline_probes_total",
         "speculation",
         "Looks at whether off is still right.",
         "sum (increase(paceline_probes_total{$selector}[$window]))",
     ),
-    _counter(
+    counter(
         "paceline_predicted_tokens_total",
         "speculation",
         "Tokens expected of decode-only steps; over predicted seconds it is predicted goodput.",
-        _over("paceline_predicted_tokens_total", "paceline_predicted_seconds_total"),
+        over("paceline_predicted_tokens_total", "paceline_predicted_seconds_total"),
         unit="tokens",
     ),
-    _counter(
+    counter(
         "paceline_predicted_seconds_total",
         "speculation",
         "What the cost model expected those steps to last.",
         unit="seconds",
     ),
-    _counter(
+    counter(
         "paceline_realised_tokens_total",
         "speculation",
         "Tokens emitted by decode-only steps; over realised seconds it is goodput.",
-        _over("paceline_realised_tokens_total", "paceline_realised_seconds_total"),
+        over("paceline_realised_tokens_total", "paceline_realised_seconds_total"),
         unit="tokens",
     ),
-    _counter("paceline_realised_seconds_total", "speculation", "What those steps lasted.", unit="seconds"),
-    _counter(
+    counter("paceline_realised_seconds_total", "speculation", "What those steps lasted.", unit="seconds"),
+    counter(
         "paceline_plain_tokens_total",
         "speculation",
         "Tokens the same steps would have emitted at K = 0; over plain seconds it is goodput without speculation.",
-        _over("paceline_plain_tokens_total", "paceline_plain_seconds_total"),
+        over("paceline_plain_tokens_total", "paceline_plain_seconds_total"),
         unit="tokens",
     ),
-    _counter(
+    counter(
         "paceline_plain_seconds_total",
         "speculation",
         "What the same steps would have lasted at K = 0, by the cost model.",
         unit="seconds",
     ),
-    _histogram(
+    histogram(
         "paceline_cost_error_ratio",
         "speculation",
         "Relative error of the cost model's prediction for each step.",
         ERROR_BUCKETS,
-        _quantile("paceline_cost_error_ratio", 0.5),
+        quantile("paceline_cost_error_ratio", 0.5),
         unit="ratio",
     ),
-    _gauge("paceline_plan_version", "speculation", "Version of the plan in force."),
-    _gauge(
+    gauge("paceline_plan_version", "speculation", "Version of the plan in force."),
+    gauge(
         "paceline_plan_max_k", "speculation", "Upper bound of K in force; 0 when drafting is disabled.", unit="tokens"
     ),
 )
 
 _REQUESTS = (
-    _histogram("paceline_ttft_seconds", "serving", "Time to first token.", REQUEST_BUCKETS),
-    _histogram(
+    histogram("paceline_ttft_seconds", "serving", "Time to first token.", REQUEST_BUCKETS),
+    histogram(
         "paceline_itl_seconds", "serving", "Inter-token latency: time between messages of a stream.", TOKEN_BUCKETS
     ),
-    _histogram(
+    histogram(
         "paceline_tpot_seconds", "serving", "Time per output token after the first, mean of a request.", TOKEN_BUCKETS
     ),
-    _histogram("paceline_e2e_seconds", "serving", "Time from arrival to the last token.", REQUEST_BUCKETS),
-    _histogram("paceline_queue_seconds", "serving", "Time from arrival to the first step.", REQUEST_BUCKETS),
-    _counter(
+    histogram("paceline_e2e_seconds", "serving", "Time from arrival to the last token.", REQUEST_BUCKETS),
+    histogram("paceline_queue_seconds", "serving", "Time from arrival to the first step.", REQUEST_BUCKETS),
+    counter(
         "paceline_requests_total",
         "serving",
         "Requests that ended, by finish reason.",
         labels=("reason",),
         values=FINISH_REASONS,
     ),
-    _counter(
+    counter(
         "paceline_rejected_total",
         "serving",
         "Requests refused before they entered the engine.",
         labels=("cause",),
         values=REJECT_CAUSES,
     ),
-    _counter(
+    counter(
         "paceline_prompt_tokens_total", "serving", "Prompt tokens of requests that entered the engine.", unit="tokens"
     ),
-    _counter("paceline_generated_tokens_total", "serving", "Tokens sent to clients.", unit="tokens"),
-    _counter(
+    counter("paceline_generated_tokens_total", "serving", "Tokens sent to clients.", unit="tokens"),
+    counter(
         "paceline_prefix_cache_hit_tokens_total",
         "serving",
         "Prompt tokens found in the prefix cache; over prompt tokens it is the hit rate.",
-        _over("paceline_prefix_cache_hit_tokens_total", "paceline_prompt_tokens_total"),
+        over("paceline_prefix_cache_hit_tokens_total", "paceline_prompt_tokens_total"),
         unit="tokens",
     ),
-    _gauge("paceline_running_requests", "serving", "Requests in the running batch.", unit="requests"),
-    _gauge("paceline_waiting_requests", "serving", "Requests in the queue.", unit="requests"),
+    gauge("paceline_running_requests", "serving", "Requests in the running batch.", unit="requests"),
+    gauge("paceline_waiting_requests", "serving", "Requests in the queue.", unit="requests"),
 )
 
 _MEMORY = (
-    _gauge(
+    gauge(
         "paceline_kv_used_blocks",
         "serving",
         "KV blocks held by requests.",
@@ -360,7 +255,7 @@ _MEMORY = (
         labels=("cache",),
         values=CACHES,
     ),
-    _gauge(
+    gauge(
         "paceline_kv_free_blocks",
         "serving",
         "KV blocks that can be handed out; cached prefixes are among them.",
@@ -368,7 +263,7 @@ _MEMORY = (
         labels=("cache",),
         values=CACHES,
     ),
-    _counter(
+    counter(
         "paceline_kv_evictions_total",
         "serving",
         "Cached blocks overwritten because space was needed.",
@@ -376,14 +271,14 @@ _MEMORY = (
         labels=("cache",),
         values=CACHES,
     ),
-    _counter("paceline_preemptions_total", "serving", "Running requests sent back to the queue for lack of KV blocks."),
-    _gauge("paceline_draft_memory_bytes", "fleet", "Draft weights and KV pool.", unit="bytes"),
-    _gauge("paceline_draft_memory_cap_bytes", "fleet", "What draft weights and KV may take.", unit="bytes"),
+    counter("paceline_preemptions_total", "serving", "Running requests sent back to the queue for lack of KV blocks."),
+    gauge("paceline_draft_memory_bytes", "fleet", "Draft weights and KV pool.", unit="bytes"),
+    gauge("paceline_draft_memory_cap_bytes", "fleet", "What draft weights and KV may take.", unit="bytes"),
 )
 
 _FLEET = (
-    _gauge("paceline_draft_up", "fleet", "1 while a draft is attached or none is needed, 0 while it is down."),
-    _counter(
+    gauge("paceline_draft_up", "fleet", "1 while a draft is attached or none is needed, 0 while it is down."),
+    counter(
         "paceline_restarts_total",
         "fleet",
         "Processes replaced after they died or hung.",
@@ -391,13 +286,13 @@ _FLEET = (
         labels=("process",),
         values=("draft", "controller", "target"),
     ),
-    _gauge(
+    gauge(
         "paceline_desired_replicas",
         "fleet",
         "Replicas that the autoscaling policy wants, or that are set; every replica of an app says the same.",
         of_app=True,
     ),
-    _gauge(
+    gauge(
         "paceline_scaling_reason",
         "fleet",
         "1 for why that many replicas are wanted, 0 for the other reasons.",
@@ -405,31 +300,31 @@ _FLEET = (
         values=SCALING_REASONS,
         of_app=True,
     ),
-    _gauge("paceline_start_time_seconds", "fleet", "When the replica became ready, unix time.", unit="seconds"),
+    gauge("paceline_start_time_seconds", "fleet", "When the replica became ready, unix time.", unit="seconds"),
 )
 
 _ALIASES = (
-    _counter(
+    counter(
         "vllm:spec_decode_num_drafts_total",
         "speculation",
         "Alias of paceline_drafts_total.",
         alias_of="paceline_drafts_total",
     ),
-    _counter(
+    counter(
         "vllm:spec_decode_num_draft_tokens_total",
         "speculation",
         "Alias of paceline_drafted_tokens_total.",
         unit="tokens",
         alias_of="paceline_drafted_tokens_total",
     ),
-    _counter(
+    counter(
         "vllm:spec_decode_num_accepted_tokens_total",
         "speculation",
         "Alias of paceline_accepted_tokens_total.",
         unit="tokens",
         alias_of="paceline_accepted_tokens_total",
     ),
-    _counter(
+    counter(
         "vllm:spec_decode_num_accepted_tokens_per_pos_total",
         "speculation",
         "Alias of paceline_accepted_positions_total.",

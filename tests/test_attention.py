@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import Piece, plan_of, scattered_blocks
 
-from engine.attention import PaddedAttention, ReferenceAttention, make_attention
+from engine.attention import ReferenceAttention, make_attention
+from engine.attention_padded import PaddedAttention
 from engine.errors import ConfigError
 
 CPU = torch.device("cpu")
