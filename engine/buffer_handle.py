@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import torch
 
 from engine.cuda_ipc import CudaExport
-from engine.draft_block import block_bytes
+from engine.draft_layout import block_bytes
 from engine.draft_protocol import BufferSpec
 from engine.shared_memory import Rendezvous, SharedMemory
 

@@ -22,8 +22,9 @@ from engine.block_checks import CorruptBlock
 from engine.buffer_handle import BufferHandle, HostPayload, Payload, as_features, as_probs, host_bytes
 from engine.cuda_ipc import CudaBlock, CudaTargetPayload, gpu_uuid
 from engine.doorbell import DEFAULT_SPIN_S, Doorbell
-from engine.draft_block import PROTOCOL_VERSION, DraftBlock
+from engine.draft_block import DraftBlock
 from engine.draft_end import DraftEnd, open_draft_buffer
+from engine.draft_layout import PROTOCOL_VERSION
 from engine.draft_protocol import Answer, BufferSpec, OrderRow
 from engine.errors import ConfigError, DraftDown
 from engine.shared_memory import Host, PeerGone, SharedMemory

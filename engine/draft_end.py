@@ -12,7 +12,8 @@ from engine.block_checks import CorruptBlock
 from engine.buffer_handle import BufferHandle, HostPayload, Payload, as_features, as_probs, host_bytes
 from engine.cuda_ipc import CudaDraftPayload
 from engine.doorbell import DEFAULT_SPIN_S, Doorbell
-from engine.draft_block import PROTOCOL_VERSION, DraftBlock
+from engine.draft_block import DraftBlock
+from engine.draft_layout import PROTOCOL_VERSION
 from engine.draft_protocol import AnswerRow, Order
 from engine.errors import ConfigError, DraftDown, EngineUnavailable
 from engine.shared_memory import PeerGone, SharedMemory, join

@@ -1,7 +1,7 @@
 """What the target and the draft say to each other in a step, as frozen values that check themselves.
 
 Owns the order (which requests, which new committed tokens, how many to draft), the answer, and the capacity of the
-buffer between them. Knows neither how they are laid out in memory (`engine.draft_block`) nor who waits for whom.
+buffer between them. Knows neither how they are laid out in memory (`engine.draft_layout`) nor who waits for whom.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ from torch.multiprocessing import reductions
 from engine.cuda_ipc import refuse_expandable_segments
 from engine.device_buffers import BufferHandle, DraftEnd, TargetEnd, create_draft_buffer, open_draft_buffer
 from engine.doorbell import Doorbell
-from engine.draft_block import PROTOCOL_VERSION, DraftBlock, block_bytes
+from engine.draft_block import DraftBlock
+from engine.draft_layout import PROTOCOL_VERSION, Word, block_bytes
 from engine.draft_protocol import REASONS, AnswerRow, BufferSpec, Order, OrderRow
 from engine.errors import ConfigError, DraftDown, EngineUnavailable
 from engine.penalties import TokenOptions
@@ -618,9 +619,9 @@ def test_options_that_are_none_end_the_draft(target: TargetEnd, blob: bytes) -> 
     draft = open_here(target)
     target.wait_open(5)
     target._block.write_order(1, ROWS_WITH_OPTIONS[:1], ())
-    target._block._options[: len(blob)] = np.frombuffer(blob, dtype=np.uint8)
-    target._block._order_rows["num_options"][0] = len(blob)
-    target._block._words[28] = len(blob)
+    target._block._arrays.options[: len(blob)] = np.frombuffer(blob, dtype=np.uint8)
+    target._block._arrays.order_rows["num_options"][0] = len(blob)
+    target._block._words[Word.ORDER_OPTIONS] = len(blob)
     with pytest.raises(DraftDown, match="order 1 of epoch 3 is corrupt: options"):
         draft.wait(0)
     draft.close()

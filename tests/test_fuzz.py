@@ -28,7 +28,8 @@ from deployments.api import build_api
 from deployments.keys import KeyEntry, KeyRing, hash_key
 from deployments.protocol import ChatBody, CompletionBody
 from engine.block_checks import CorruptBlock
-from engine.draft_block import DraftBlock, block_bytes
+from engine.draft_block import DraftBlock
+from engine.draft_layout import block_bytes
 from engine.draft_protocol import AnswerRow, BufferSpec, Order, OrderRow
 from engine.errors import EngineError, ShardDown
 from engine.plan_ring import PlanRing, PlanSpec, ring_bytes
