@@ -9,7 +9,7 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,14 +44,17 @@ class Run:
 
     @property
     def tokens_per_s(self) -> float:
+        """Generated, of all streams together."""
         return sum(answer.num_tokens for answer in self.answers) / self.wall_s
 
     @property
     def ttft_p50_s(self) -> float:
+        """Median over requests of the time to the first token; nan where none was answered."""
         return statistics.median(answer.ttft_s for answer in self.answers) if self.answers else float("nan")
 
     @property
     def tpot_p50_s(self) -> float:
+        """Median over requests of the time per token after the first; nan where none was answered."""
         return statistics.median(answer.tpot_s for answer in self.answers) if self.answers else float("nan")
 
     @property
@@ -62,20 +65,29 @@ class Run:
 
 
 class Rounds:
-    """What counts of several runs of the same load, for whoever holds them as `runs`."""
+    """What counts of several runs of the same load, for whoever holds them as `runs`: medians over runs."""
 
     __slots__ = ()
     runs: tuple[Run, ...]
 
-    def median(self, figure: Callable[[Run], float]) -> float:
-        return statistics.median(figure(run) for run in self.runs)
-
     @property
     def tokens_per_s(self) -> float:
-        return self.median(lambda run: run.tokens_per_s)
+        """Of one run."""
+        return statistics.median(run.tokens_per_s for run in self.runs)
+
+    @property
+    def ttft_p50_s(self) -> float:
+        """Of one run."""
+        return statistics.median(run.ttft_p50_s for run in self.runs)
+
+    @property
+    def tpot_p50_s(self) -> float:
+        """Of one run."""
+        return statistics.median(run.tpot_p50_s for run in self.runs)
 
     @property
     def num_errors(self) -> int:
+        """Of all runs together."""
         return sum(len(run.errors) for run in self.runs)
 
     @property

@@ -40,14 +40,15 @@ class Cell(Rounds):
     runs: tuple[Run, ...]
 
     def as_json(self) -> dict[str, Any]:
+        """As `write` writes it, rounded."""
         return {
             "variant": self.variant,
             "workload": self.workload,
             "streams": self.streams,
             "tokens_per_s": round(self.tokens_per_s, 1),
             "rounds": [round(run.tokens_per_s, 1) for run in self.runs],
-            "ttft_p50_s": round(self.median(lambda run: run.ttft_p50_s), 4),
-            "tpot_p50_s": round(self.median(lambda run: run.tpot_p50_s), 4),
+            "ttft_p50_s": round(self.ttft_p50_s, 4),
+            "tpot_p50_s": round(self.tpot_p50_s, 4),
             "acceptance": round(self.acceptance, 3) if self.acceptance is not None else None,
             "errors": self.num_errors,
         }
@@ -102,8 +103,8 @@ def show(cells: Sequence[Cell], *, baseline: str, console: Console) -> None:
 
 
 def _cell_text(cell: Cell, base: float) -> str:
-    ttft_ms = 1e3 * cell.median(lambda run: run.ttft_p50_s)
-    tpot_ms = 1e3 * cell.median(lambda run: run.tpot_p50_s)
+    ttft_ms = 1e3 * cell.ttft_p50_s
+    tpot_ms = 1e3 * cell.tpot_p50_s
     errors = f" {cell.num_errors} errors!" if cell.num_errors else ""
     accepted = f" acc {cell.acceptance:.2f}" if cell.acceptance is not None else ""
     return f"{cell.tokens_per_s:.1f} ({cell.tokens_per_s / base:.2f}) {ttft_ms:.0f} / {tpot_ms:.1f}{accepted}{errors}"

@@ -39,13 +39,16 @@ class GridCell:
 
     @property
     def tokens_per_s(self) -> float:
+        """Median over rounds."""
         return statistics.median(window.tokens_per_s for window in self.windows)
 
     @property
     def is_static(self) -> bool:
+        """Whether the policy never looks at the load."""
         return self.policy.startswith(STATIC)
 
     def as_json(self) -> dict[str, Any]:
+        """As `--out` writes it, rounded."""
         errors = add_errors([window.errors for window in self.windows])
         return {
             "policy": self.policy,
@@ -80,9 +83,8 @@ async def run_cells(
     warm_s: Callable[[int], float] = lambda count: FIRST_S + PER_STREAM_S * count,
 ) -> list[GridCell]:
     """All cells of one workload; `seconds` per policy and round. Raises EngineUnavailable when the server fails."""
-    meter = Meter(server.targets)
     cells = []
-    async with Streams(server.server, workload, body=body) as load:
+    async with Meter(server.targets) as meter, Streams(server.server, workload, body=body) as load:
         for count in streams:
             windows: dict[str, list[Window]] = {policy: [] for policy in policies}
             await load.resize(count)
@@ -99,7 +101,6 @@ async def run_cells(
             cells += [GridCell(name, workload.name, count, tuple(done)) for name, done in windows.items()]
         for error in load.errors[:5]:
             report(f"[red]{error}[/red]")
-    await meter.close()
     return cells
 
 
@@ -124,6 +125,7 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
+        """Whether the policy reached what it has to."""
         return self.of_best >= KEPT_OF_BEST and (self.of_off is None or self.of_off >= KEPT_OF_OFF)
 
 

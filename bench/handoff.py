@@ -31,6 +31,7 @@ class Handoff:
     back_s: tuple[float, ...]
 
     def p50_us(self) -> tuple[float, float]:
+        """Medians in microseconds, there and back."""
         return 1e6 * statistics.median(self.there_s), 1e6 * statistics.median(self.back_s)
 
 

@@ -12,6 +12,7 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -37,7 +38,7 @@ class Reading:
 
 
 class Meter:
-    """Reads the metrics of the only replica of a server.
+    """Reads the metrics of the only replica of a server, within `async with`.
 
     Args:
         targets: folder in which the replica announces where its metrics are (PACELINE_METRICS_DIR).
@@ -75,7 +76,10 @@ class Meter:
         await asyncio.sleep(seconds)
         return Window.between(before, await self.read())
 
-    async def close(self) -> None:
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
 
 
@@ -97,6 +101,8 @@ class Window:
 
     @classmethod
     def between(cls, before: Reading, after: Reading) -> Window:
+        """What grew from one reading to a later one."""
+
         def grown(name: str) -> float:
             return after.values.get(f"paceline_{name}", 0.0) - before.values.get(f"paceline_{name}", 0.0)
 
@@ -113,6 +119,7 @@ class Window:
 
     @property
     def tokens_per_s(self) -> float:
+        """Emitted, of all requests together."""
         return self.tokens / self.seconds
 
     @property

@@ -29,14 +29,6 @@ class Row(Rounds):
     streams: int
     runs: tuple[Run, ...]
 
-    @property
-    def ttft_s(self) -> float:
-        return self.median(lambda run: run.ttft_p50_s)
-
-    @property
-    def tpot_s(self) -> float:
-        return self.median(lambda run: run.tpot_p50_s)
-
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -57,17 +49,20 @@ class Report:
         A stream that gets one token per step cannot exceed 1; one with drafts can, since a reading serves several
         tokens.
         """
-        return self.weight_bytes / row.tpot_s / self.bandwidth
+        return self.weight_bytes / row.tpot_p50_s / self.bandwidth
 
     def of(self, name: str, streams: int) -> Row | None:
+        """That row, if it was measured."""
         return next((row for row in self.rows if (row.name, row.streams) == (name, streams)), None)
 
     @property
     def names(self) -> list[str]:
+        """Contenders, in the order of the rows."""
         return list(dict.fromkeys(row.name for row in self.rows))
 
     @property
     def streams(self) -> list[int]:
+        """Numbers of streams, in the order of the rows."""
         return list(dict.fromkeys(row.streams for row in self.rows))
 
 
@@ -115,8 +110,8 @@ def write(report: Report, path: Path | None) -> None:
             "streams": row.streams,
             "tokens_per_s": round(row.tokens_per_s, 1),
             "rounds": [round(run.tokens_per_s, 1) for run in row.runs],
-            "ttft_p50_s": round(row.ttft_s, 4),
-            "tpot_p50_s": round(row.tpot_s, 5),
+            "ttft_p50_s": round(row.ttft_p50_s, 4),
+            "tpot_p50_s": round(row.tpot_p50_s, 5),
             "roofline": round(report.roofline(row), 3),
             "tokens_per_answer": round(statistics.mean(a.num_tokens for run in row.runs for a in run.answers), 1)
             if any(run.answers for run in row.runs)
@@ -154,7 +149,7 @@ def plot(report: Report, path: Path) -> None:
         counts = [row.streams for row in rows]
         style = {"color": f"C{index}", "linestyle": "-" if rows[0].is_peer is False else "--", "marker": "o"}
         left.plot(counts, [row.tokens_per_s for row in rows], label=name, **style)
-        right.plot(counts, [1e3 * row.ttft_s for row in rows], **style)
+        right.plot(counts, [1e3 * row.ttft_p50_s for row in rows], **style)
     for panel, title in ((left, "tokens per second"), (right, "TTFT p50, ms")):
         panel.set_xscale("log", base=2)
         panel.set_yscale("log", base=2)
@@ -187,7 +182,7 @@ def _figures(report: Report) -> Iterable[list[str]]:
 
 def _cell(report: Report, row: Row) -> str:
     errors = f", {row.num_errors} errors" if row.num_errors else ""
-    figures = f"{1e3 * row.ttft_s:.0f}, {1e3 * row.tpot_s:.1f}, {report.roofline(row):.0%}"
+    figures = f"{1e3 * row.ttft_p50_s:.0f}, {1e3 * row.tpot_p50_s:.1f}, {report.roofline(row):.0%}"
     return f"{row.tokens_per_s:.0f} ({figures}{errors})"
 
 
@@ -197,12 +192,12 @@ def _ratios(report: Report) -> Iterable[list[str]]:
         plain_peers = [row for row in peers if not row.drafts]
         plain, paced = report.of("paceline plain", count), report.of("paceline", count)
         bare = report.of("engine alone", count)
-        ttft = min((row.ttft_s for row in peers), default=None)
+        ttft = min((row.ttft_p50_s for row in peers), default=None)
         yield [
             str(count),
             _over(plain, _best(plain_peers)),
             _over(paced, _best(peers)),
-            "-" if plain is None or not ttft else f"{plain.ttft_s / ttft:.2f}",
+            "-" if plain is None or not ttft else f"{plain.ttft_p50_s / ttft:.2f}",
             _over(paced, plain),
             _over(plain, bare),
         ]

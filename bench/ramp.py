@@ -51,16 +51,14 @@ async def climb(
     first_s: float = FIRST_S,
 ) -> list[Climb]:
     """Every policy, `rounds` times; `seconds` per level, beside the time that new streams need to get going."""
-    meter = Meter(server.targets)
     climbs = []
-    async with Streams(server.server, workload, body=body) as load:
+    async with Meter(server.targets) as meter, Streams(server.server, workload, body=body) as load:
         for turn in range(rounds):
             for policy in turned(policies, turn):
                 await server.follow(policy)
                 climbs.append(await _climb(meter, load, policy, levels, seconds, first_s))
                 rates = " ".join(f"{window.tokens_per_s:.0f}" for window in climbs[-1].windows)
                 report(f"round {turn + 1}, {policy}: {rates} tok/s, {climbs[-1].num_switches:.0f} switches")
-    await meter.close()
     return climbs
 
 

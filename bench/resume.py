@@ -46,9 +46,8 @@ async def pause(
     first_s: float = FIRST_S,
 ) -> list[Pause]:
     """`rounds` times: draft for `steady_s`, pause for `pause_s`, then the next `wanted` drafted tokens."""
-    meter = Meter(server.targets)
     pauses = []
-    async with Streams(server.server, workload, body=body) as load:
+    async with Meter(server.targets) as meter, Streams(server.server, workload, body=body) as load:
         await load.resize(streams)
         await asyncio.sleep(first_s + PER_STREAM_S * streams)
         for turn in range(rounds):
@@ -66,7 +65,6 @@ async def pause(
                 after = Window.between(begin, await meter.read())
             pauses.append(Pause(before, after))
             report(f"round {turn + 1}: {before.acceptance} before, {after.acceptance} after ({after.num_drafted:.0f})")
-    await meter.close()
     return pauses
 
 

@@ -106,6 +106,7 @@ class Watch:
 
     @property
     def now_s(self) -> float:
+        """Seconds since the watch began."""
         return time.monotonic() - self._begin_s
 
     def processes(self) -> dict[str, list[psutil.Process]]:
@@ -150,6 +151,7 @@ class Watch:
         return total
 
     def is_healthy(self) -> bool:
+        """Whether /health says that all is well."""
         try:
             return bool(httpx.get(f"{self.base}/health", timeout=5.0).json()["status"] == "ok")
         except (httpx.HTTPError, ValueError, KeyError):

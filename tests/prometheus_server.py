@@ -6,11 +6,12 @@ Grafana does for "All".
 
 from __future__ import annotations
 
+import math
 import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,11 @@ def panel_exprs(window: str) -> list[tuple[str, str]]:
     return exprs
 
 
+def is_empty(values: Mapping[Any, float]) -> bool:
+    """Whether a panel would show nothing: no series, or no number in any."""
+    return all(math.isnan(value) for value in values.values())
+
+
 class Prometheus:
     """Queries to a running server."""
 
@@ -56,6 +62,10 @@ class Prometheus:
         """Value per series, its labels sorted."""
         found = self.get("query", query=expr)["result"]
         return {tuple(sorted(series["metric"].items())): float(series["value"][1]) for series in found}
+
+    def empty_panels(self, window: str) -> list[tuple[str, str]]:
+        """Of `panel_exprs`, those that show nothing."""
+        return [(panel, expr) for panel, expr in panel_exprs(window) if is_empty(self.values(expr))]
 
     def wait(self, what: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Until `what` holds.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from aiohttp import web
+from loopback_http import listening
 from rich.console import Console
 
 from bench import servers
@@ -48,19 +48,9 @@ class Endpoint:
 
 @pytest.fixture
 def endpoint() -> Iterator[tuple[Endpoint, servers.Server]]:
-    served, loop, port = Endpoint(), asyncio.new_event_loop(), servers.free_port()
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", served.chat)
-    runner = web.AppRunner(app)
-    loop.run_until_complete(runner.setup())
-    loop.run_until_complete(web.TCPSite(runner, "127.0.0.1", port).start())
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    yield served, servers.Server(f"http://127.0.0.1:{port}/v1", "m")
-    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
+    served = Endpoint()
+    with listening(web.post("/v1/chat/completions", served.chat)) as port:
+        yield served, servers.Server(f"http://127.0.0.1:{port}/v1", "m")
 
 
 def test_a_load_counts_the_server_s_tokens_and_keeps_its_streams(endpoint: tuple[Endpoint, servers.Server]) -> None:

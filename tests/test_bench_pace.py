@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
+from loopback_http import listening
 from rich.console import Console
 
 from bench import grid, ramp, resume
@@ -22,7 +22,7 @@ from bench.grid import GridCell, judge, run_cells, turned
 from bench.meter import Window, add_errors, quantile
 from bench.paced_server import PacedServer, plan_of
 from bench.plot import plot
-from bench.servers import Server, free_port
+from bench.servers import Server
 from bench.workload import built_in
 from engine.config import SpeculativeConfig
 from engine.errors import ConfigError
@@ -84,22 +84,15 @@ class PretendedServer:
 
 @pytest.fixture
 def pretended(tmp_path: Path) -> Iterator[tuple[PretendedServer, PacedServer]]:
-    served, loop, port = PretendedServer(), asyncio.new_event_loop(), free_port()
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", served.chat)
-    app.router.add_patch("/admin/pace", served.pace)
-    app.router.add_get("/metrics", served.metrics)
-    runner = web.AppRunner(app)
-    loop.run_until_complete(runner.setup())
-    loop.run_until_complete(web.TCPSite(runner, "127.0.0.1", port).start())
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    (tmp_path / "one.json").write_text(json.dumps([{"targets": [f"127.0.0.1:{port}"], "labels": {}}]))
-    yield served, PacedServer(Server(f"http://127.0.0.1:{port}/v1", "m"), tmp_path, KEY)
-    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
+    served = PretendedServer()
+    routes = (
+        web.post("/v1/chat/completions", served.chat),
+        web.patch("/admin/pace", served.pace),
+        web.get("/metrics", served.metrics),
+    )
+    with listening(*routes) as port:
+        (tmp_path / "one.json").write_text(json.dumps([{"targets": [f"127.0.0.1:{port}"], "labels": {}}]))
+        yield served, PacedServer(Server(f"http://127.0.0.1:{port}/v1", "m"), tmp_path, KEY)
 
 
 def test_the_grid_measures_each_policy_in_turns(pretended: tuple[PretendedServer, PacedServer]) -> None:
