@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from autoscale.acceptance import Acceptance, kind_of
 from autoscale.allocation import Allocation, allocate
-from autoscale.cost_model import BATCH_KNOTS, ROW_KNOTS, TRUST, CostModel, CostTable
+from autoscale.cost_model import BATCH_KNOTS, ROW_KNOTS, CostModel, CostTable
 from autoscale.free_drafts import FreeDrafts
 from autoscale.toggle import Mode, Toggle, ToggleParams
 from engine.config import DRAFT_METHODS, MAX_K
@@ -110,7 +110,7 @@ class Goodput:
         best, plain_s, prompts_s = self._best(decodes, width, num_prefill_rows)
         gain = best.goodput * plain_s / len(decodes)
         worth_probing = self.toggle.is_on or self._could_pay(len(decodes), plain_s, num_prefill_rows)
-        mode = self.toggle.decide(gain, self._now_s, worth_probing=worth_probing)
+        mode = self.toggle.decide(gain, self._now_s, worth_probing=worth_probing, has_free_drafts=any(self._free_ks))
         chosen = best if mode == "on" else Allocation(best.ks * 0, float(len(decodes)), plain_s)
         self.predicted = replace(chosen, seconds=chosen.seconds + prompts_s)
         if self._num_choices % REPRICE_STEPS == 0 or not self._made:
@@ -267,7 +267,6 @@ def make_goodput(method: str, max_k: int, table: CostTable = UNMEASURED, *, look
         table: costs measured at start.
         lookup: whether prompt lookup is asked before a model.
     """
-    trust = 0.0 if table is UNMEASURED else TRUST
     free = FreeDrafts(Acceptance(max_k, PRIORS["ngram"])) if method in DRAFT_METHODS and lookup else None
-    acceptance = Acceptance(max_k, PRIORS[method])
-    return Goodput(CostModel(table, trust=trust), acceptance, max_k=max_k, method=method, free=free)
+    cost = CostModel(table, measured=table is not UNMEASURED)
+    return Goodput(cost, Acceptance(max_k, PRIORS[method]), max_k=max_k, method=method, free=free)

@@ -32,6 +32,8 @@ class _Record:
     predicted: Allocation | None
     cost_s: float
     """Duration that the cost model expected of exactly this step."""
+    plain_s: float
+    """The same without its drafts."""
     num_switches: int
     num_probes: int
     is_on: bool
@@ -64,6 +66,7 @@ class StepRecorder:
                 self._plan(),
                 goodput.predicted,
                 goodput.cost.predicted_s,
+                goodput.cost.plain_s,
                 toggle.num_switches,
                 toggle.num_probes,
                 toggle.is_on,
@@ -151,12 +154,11 @@ class StepRecorder:
 
     def _count_goodput(self, record: _Record) -> None:
         """Of steps that only decode, so that expected and real ones are the same ones."""
-        ledger, stats, cost = self._ledger, record.stats, self._goodput.cost
+        ledger, stats = self._ledger, record.stats
         ledger.add("paceline_realised_tokens_total", stats.num_emitted)
         ledger.add("paceline_realised_seconds_total", stats.step_s)
         ledger.add("paceline_plain_tokens_total", stats.num_decodes)
-        plain_s = cost.step_s(stats.num_rows - stats.num_drafted, stats.context_len)
-        ledger.add("paceline_plain_seconds_total", plain_s)
+        ledger.add("paceline_plain_seconds_total", record.plain_s)
         tokens, seconds = self._expected(record)
         ledger.add("paceline_predicted_tokens_total", tokens)
         ledger.add("paceline_predicted_seconds_total", seconds)

@@ -115,8 +115,8 @@ class ShardActor(ProcessMixin, TargetShard):
         )
 
     def _plain_s(self, stats: StepStats) -> float:
-        """What this step would have taken without drafts."""
-        return self._goodput.cost.step_s(stats.num_rows - stats.num_drafted, stats.context_len)
+        """What this step, the last that the policy observed, would have taken without drafts."""
+        return self._goodput.cost.plain_s
 
     def attach_measured_draft(self, timeout_s: float) -> None:
         """`attach_draft`, and time the draft first."""

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoscale.cost_model import BATCH_KNOTS, ROW_KNOTS, CostModel, CostTable, Curve
+from autoscale.cost_model import BATCH_KNOTS, ROW_KNOTS, CostModel, CostTable
+from autoscale.curve import Curves, Points
 from autoscale.goodput import UNMEASURED
 from autoscale.profile import TableCache, profile_draft, profile_target, still_holds
 from autoscale.simulate import Simulation, Workload, cpu_table
@@ -19,11 +20,14 @@ from engine.request import Request
 from engine.step import ForwardPlan, StepStats
 
 
-@given(st.lists(st.tuples(st.floats(1, 3000), st.floats(-0.1, 0.1), st.floats(0.01, 1.0)), max_size=60))
-def test_a_longer_job_is_never_predicted_to_be_cheaper(lessons: list[tuple[float, float, float]]) -> None:
-    curve = Curve(ROW_KNOTS, cpu_table().verify_s)
-    for x, residual, rate in lessons:
-        curve.learn(x, residual, rate)
+@given(st.lists(st.tuples(st.floats(1, 3000), st.floats(0, 1), st.floats(0, 1e5)), max_size=60), st.booleans())
+def test_a_longer_job_is_never_predicted_to_be_cheaper(
+    lessons: list[tuple[float, float, float]], measured: bool
+) -> None:
+    curve = Curves([Points(knots=ROW_KNOTS, values=cpu_table().verify_s)], measured=measured)[0]
+    for x, seen_s, context in lessons:
+        curve.learn(x, seen_s, num_units=context)
+    assert 0 <= curve.rate <= 1
     values = [curve.at(x) for x in (1, 1.5, 3, 7, 20, 33, 100, 700, 2500)]
     assert all(value >= 0 for value in values)
     assert values == sorted(values)
@@ -48,7 +52,7 @@ class Recording:
 
 
 def test_from_knowing_nothing_to_a_median_error_below_ten_percent() -> None:
-    cost = CostModel(UNMEASURED, trust=0)
+    cost = CostModel(UNMEASURED, measured=False)
     streams = lambda now_s: 1 + int(now_s) % 32  # noqa: E731 - a load that visits every batch size
     pacer = Recording(cost)
     Simulation(cpu_table(), Workload("any", 0.6), streams).run(pacer, Plan(), 60.0)  # type: ignore[arg-type]
@@ -95,6 +99,20 @@ def test_the_profile_sees_rows_and_context() -> None:
     assert 1e-5 < (table.verify_s[6] - table.verify_s[0]) / 63 < 8e-5
     assert table.verify_s[-1] > table.verify_s[7], "rows beyond the limit go on with the last slope"
     assert 1e-6 < table.context_s < 4e-6
+
+
+def test_what_else_the_machine_does_hardly_shows_in_the_profile() -> None:
+    quiet, busy, rng = TimedForward(), TimedForward(), np.random.default_rng(3)
+
+    def disturbed(plan: ForwardPlan) -> None:
+        busy(plan)
+        if rng.random() < 0.4:
+            busy.now_s += rng.uniform(0.0, 0.02)
+
+    truth = profile_target(quiet, **LIMITS, clock=lambda: quiet.now_s)
+    table = profile_target(disturbed, **LIMITS, clock=lambda: busy.now_s)
+    assert table.verify_s == pytest.approx(truth.verify_s, rel=0.05)
+    assert list(table.verify_s) == sorted(table.verify_s)
 
 
 @pytest.mark.parametrize(("factor", "holds"), [(1.0, True), (1.1, True), (0.5, False), (2.0, False)])
