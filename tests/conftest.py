@@ -6,6 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("untimed", deadline=None)  # A busy machine may take long over an example.
+settings.load_profile("untimed")
 
 
 @pytest.fixture

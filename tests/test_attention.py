@@ -56,7 +56,7 @@ def both(
     return found, slow.attend(query, keys, values, slow.prepare(plan, block_size=block_size))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     spans=SPANS,
     block_size=st.sampled_from([1, 3, 16, 64]),

@@ -92,7 +92,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestPool.settings = settings(max_examples=150, stateful_step_count=30)
 
 
 def test_a_full_pool_refuses_without_changing_anything() -> None:

@@ -525,7 +525,7 @@ def scribble(memory: mmap.mmap, places: list[tuple[int, bytes]]) -> None:
         memory[offset:end] = data[: end - offset]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @example(places=[(40 * 8 + 8, b"\xff" * 8)], before=False)
 @example(places=[(48 * 8, b"\x00" * 8)], before=False)
 @given(places=scribbles, before=st.booleans())
@@ -567,7 +567,7 @@ options_at = next(
 """Where the block holds what the draft is told about a request's options."""
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     places=st.one_of(
         scribbles,

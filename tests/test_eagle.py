@@ -44,7 +44,7 @@ def submits(seed: int, *, temperature: float, count: int, max_prompt: int) -> li
     return made
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     seed=st.integers(0, 2**32),
     block_size=st.sampled_from([1, 2, 4]),
@@ -218,7 +218,7 @@ def test_a_dead_draft_costs_no_token_and_the_next_one_is_believed() -> None:
     assert "draft_down" in set().union(*(s.k_by_reason for s in pacer.stats))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 2**32), capacity=st.integers(12, 60))
 def test_the_log_finds_every_feature_that_is_still_there_and_no_other(seed: int, capacity: int) -> None:
     """Random steps over three requests, drafts, rejections, preemptions; a feature names its request and position."""

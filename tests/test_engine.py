@@ -14,6 +14,7 @@ from fakes import FixedPacer, RandomPacer, ToyEngine, ToyModel, toy_drafter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import generate
+from toy_requests import asked_again, submits_lists
 
 from engine.drafter import Drafter, NoDrafter
 from engine.drafters.lookup_first import LookupFirst
@@ -43,35 +44,23 @@ def make_drafter(method: str, block_size: int) -> Drafter:
     return toy_drafter(draft, num_blocks=num_blocks, max_feed=12)
 
 
-def submits_strategy() -> st.SearchStrategy[list[Submit]]:
-    token = st.integers(0, VOCAB - 1)
-    sampling = st.builds(
+SUBMITS = submits_lists(
+    VOCAB,
+    st.builds(
         SamplingParams,
         temperature=st.sampled_from([0.0, 0.0, 0.7, 1.0]),
         top_p=st.sampled_from([1.0, 0.8]),
         max_tokens=st.integers(1, 14),
         seed=st.integers(0, 2**63 - 1),
         stop_token_ids=st.sampled_from([(), (0,), (0, 3)]),
-    )
-    options = st.builds(SpeculativeOptions, enabled=st.booleans(), max_k=st.sampled_from([None, 0, 2]))
-    one = st.builds(
-        Submit,
-        request_id=st.just(""),
-        prompt=st.lists(token, min_size=1, max_size=20).map(tuple),
-        sampling=sampling,
-        speculative=options,
-    )
-    return st.lists(one, min_size=1, max_size=6).map(
-        lambda submits: [
-            Submit(request_id=f"r{i}", prompt=s.prompt, sampling=s.sampling, speculative=s.speculative)
-            for i, s in enumerate(submits)
-        ]
-    )
+    ),
+    st.builds(SpeculativeOptions, enabled=st.booleans(), max_k=st.sampled_from([None, 0, 2])),
+)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(
-    submits=submits_strategy(),
+    submits=SUBMITS,
     method=st.sampled_from(METHODS),
     seed=st.integers(0, 2**32),
     block_size=st.sampled_from([1, 2, 4]),
@@ -102,7 +91,7 @@ def test_every_request_gets_the_reference_tokens(
         max_model_len=max_model_len,
     )
     # Submitted twice, so that the second pass meets a warm prefix cache.
-    for submit_round in (submits, [Submit(**_fields(s, s.request_id + "'")) for s in submits]):
+    for submit_round in (submits, asked_again(submits)):
         result = engine.run(submit_round)
         for submit in submit_round:
             expected = generate(target.logits_after, submit.prompt, submit.sampling, max_model_len).tokens
@@ -116,17 +105,8 @@ def test_every_request_gets_the_reference_tokens(
     assert engine.pool.num_free == num_blocks - 1
 
 
-def _fields(submit: Submit, request_id: str) -> dict[str, object]:
-    return {
-        "request_id": request_id,
-        "prompt": submit.prompt,
-        "sampling": submit.sampling,
-        "speculative": submit.speculative,
-    }
-
-
-@settings(max_examples=100, deadline=None)
-@given(submits=submits_strategy(), method=st.sampled_from(METHODS), seed=st.integers(0, 2**32))
+@settings(max_examples=100)
+@given(submits=SUBMITS, method=st.sampled_from(METHODS), seed=st.integers(0, 2**32))
 def test_aborts_free_blocks_and_leave_neighbours_alone(submits: list[Submit], method: str, seed: int) -> None:
     rng = random.Random(seed)
     target = ToyModel(vocab_size=VOCAB, num_blocks=24, block_size=2)

@@ -70,7 +70,7 @@ def test_each_kind_allows_what_it_says() -> None:
             assert ok == (text in good), (spec, text)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32))
 def test_a_matcher_that_goes_back_is_where_it_was(seed: int) -> None:
     rng = random.Random(seed)

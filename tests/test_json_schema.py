@@ -106,7 +106,7 @@ def _rooted(schema: Any) -> Any:
     return json.loads(re.sub(r'"\$ref": "#/\$defs/s"', '"type": "boolean"', json.dumps(schema)))
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(schema=schemas(), seed=st.integers(0, 2**32))
 def test_every_text_that_ends_is_valid_under_its_schema(schema: Any, seed: int) -> None:
     schema = _rooted(schema)

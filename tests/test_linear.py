@@ -23,7 +23,7 @@ def test_packs_bf16_and_nothing_else() -> None:
 
 
 @pytest.mark.skipif(not PACKABLE, reason="this CPU has no bf16 in oneDNN")
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rows=st.sampled_from([1, 2, 6, 16, 33, 130]),
     size=st.sampled_from([(1, 8), (97, 48), (192, 576), (576, 161)]),

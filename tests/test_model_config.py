@@ -157,7 +157,7 @@ KEYS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(changes=st.dictionaries(st.sampled_from(KEYS), JUNK, max_size=3))
 def test_any_values_are_taken_or_refused(changes: dict[str, Any]) -> None:
     try:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from engine.models.norm import RmsNorm
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(1, RmsNorm.MAX_FAST_ROWS + 3),
     size=st.sampled_from([2, 48, 576]),

@@ -111,7 +111,7 @@ def tokenizer() -> transformers.PreTrainedTokenizerBase:
     return transformers.AutoTokenizer.from_pretrained(resolve_model("smollm2", progress=False))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text(alphabet=CHARACTERS, max_size=40))
 def test_smollm2_tokenizer_round_trips(tokenizer: transformers.PreTrainedTokenizerBase, text: str) -> None:
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
@@ -236,7 +236,7 @@ def test_a_missing_gguf_is_refused(tmp_path: Path) -> None:
 
 
 @settings(
-    max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=300, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_damaged_bytes_end_in_config_error(data: st.DataObject, tiny_gguf: Path, tmp_path: Path) -> None:

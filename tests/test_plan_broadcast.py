@@ -214,7 +214,7 @@ def test_wrong_places_are_refused(sender: PlanSender) -> None:
         PlanReceiver.open(handle, node_id=NODE)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     offset=st.one_of(st.integers(0, 191), st.integers(0, ring_bytes(SPEC, 1) - 1)),
     data=st.binary(min_size=1, max_size=16),

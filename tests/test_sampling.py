@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Spelling, equal_logprobs, generate, processed, sequence_law, target_law
 from statistic import joint_p_value, p_value
+from toy_requests import asked_again, submits_lists
 
 from engine.draft_protocol import decode_options, encode_options
 from engine.drafter import Drafter, NoDrafter
@@ -76,7 +77,7 @@ def neutral_or(value: Any, strategy: st.SearchStrategy[Any]) -> st.SearchStrateg
     return st.one_of(st.just(value), strategy)
 
 
-samplings = st.builds(
+SAMPLINGS = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 0.0, 0.7, 1.3]),
     top_p=neutral_or(1.0, st.floats(0.05, 0.99)),
@@ -96,27 +97,16 @@ samplings = st.builds(
     num_prompt_logprobs=st.sampled_from([None, None, 0, 2]),
     grammar=neutral_or(None, st.sampled_from([REGEX, CHOICE, NESTED, DEAD_END])),
 )
-submits_lists = st.lists(
-    st.tuples(
-        st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20).map(tuple),
-        samplings,
-        st.builds(
-            SpeculativeOptions, enabled=st.sampled_from([True, True, False]), max_k=st.sampled_from([None, None, 2])
-        ),
-    ),
-    min_size=1,
-    max_size=6,
-).map(
-    lambda drawn: [
-        Submit(request_id=f"r{i}", prompt=prompt, sampling=sampling, speculative=speculative)
-        for i, (prompt, sampling, speculative) in enumerate(drawn)
-    ]
+SUBMITS = submits_lists(
+    VOCAB,
+    SAMPLINGS,
+    st.builds(SpeculativeOptions, enabled=st.sampled_from([True, True, False]), max_k=st.sampled_from([None, None, 2])),
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
-    submits=submits_lists,
+    submits=SUBMITS,
     method=st.sampled_from(METHODS),
     seed=st.integers(0, 2**32),
     block_size=st.sampled_from([1, 2, 4]),
@@ -140,7 +130,7 @@ def test_every_option_gives_what_the_definitions_say(
         grammars=toy_grammars(SPELLING),
     )
     # Submitted twice, so that the second pass meets a warm prefix cache.
-    for submit_round in (submits, [replace(submit, request_id=f"{submit.request_id}'") for submit in submits]):
+    for submit_round in (submits, asked_again(submits)):
         engine.run(submit_round)
         for submit in submit_round:
             expected = generate(target.logits_after, submit.prompt, submit.sampling, max_model_len, SPELLING)
@@ -238,9 +228,9 @@ def test_a_draft_that_is_the_target_is_always_accepted(name: str, seed: int | No
     assert all(delta.num_drafted - delta.num_accepted <= 4 for delta in last)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
-    sampling=samplings.filter(lambda s: s.temperature > 0 and s.grammar is None),
+    sampling=SAMPLINGS.filter(lambda s: s.temperature > 0 and s.grammar is None),
     prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8),
     generated=st.lists(st.integers(0, VOCAB - 1), max_size=8),
     drafted=st.lists(st.integers(0, VOCAB - 1), max_size=4),

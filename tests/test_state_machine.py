@@ -15,6 +15,7 @@ from fuzzing import sample
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from reference import generate
+from toy_requests import prompts
 
 from engine.drafter import Drafter, NoDrafter
 from engine.drafters.ngram import NgramDrafter
@@ -94,7 +95,7 @@ class EngineMachine(RuleBasedStateMachine):
         return toy_drafter(draft, num_blocks=16, max_feed=12)
 
     @rule(
-        prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20).map(tuple),
+        prompt=prompts(VOCAB),
         sampling=SAMPLING,
         speculative=SPECULATIVE,
         client=st.sampled_from("ab"),

@@ -45,7 +45,7 @@ def test_a_client_with_many_requests_does_not_hold_up_one_with_few() -> None:
     assert [order.index(f"modest{i}") for i in range(3)] == pytest.approx([1, 3, 5], abs=1)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(weights=st.lists(st.sampled_from([20, 80, 200]), min_size=2, max_size=5))
 def test_clients_get_equal_tokens_whatever_the_size_of_their_requests(weights: list[int]) -> None:
     queue = WaitingQueue()
