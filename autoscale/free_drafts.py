@@ -1,7 +1,8 @@
 """K of drafts that cost nothing but their rows: prompt lookup that is asked before a model.
 
-Owns what was seen of them, apart from the model's own drafts, and their price: a row is worth it where it is likelier
-to stand than the goodput of the step has tokens in the time it takes. No switch and no catching up are needed.
+Owns what was seen of them, apart from the model's own drafts and by how much of the context recurred (two tokens in a
+row are often chance, eight hardly ever), and their price: a row is worth it where it is likelier to stand than the
+goodput of the step has tokens in the time it takes. No switch and no catching up are needed.
 """
 
 from __future__ import annotations
@@ -11,25 +12,33 @@ from collections.abc import Sequence
 import numpy as np
 
 from autoscale.acceptance import Acceptance
+from engine.plan import NUM_MATCH_CLASSES, match_class
 from engine.step import RowOutcome
 
 EXPLORE_CALLS = 16
 """So often one token is drafted although it does not seem to pay."""
+PRIORS = ((0.5, 0.65, 0.7), (0.6, 0.7, 0.75), (0.75, 0.8), (0.85,))
+"""Acceptance by position before anything was seen, per match class; the last one goes on."""
 
 
 class FreeDrafts:
     """Of one engine.
 
     Args:
-        acceptance: of these drafts alone.
+        max_k: positions that can ever be drafted.
     """
 
-    def __init__(self, acceptance: Acceptance) -> None:
-        self.acceptance = acceptance
+    def __init__(self, max_k: int) -> None:
+        assert len(PRIORS) == NUM_MATCH_CLASSES
+        self._acceptance = [Acceptance(max_k, prior) for prior in PRIORS]
         self._num_calls = 0
 
-    def ks(self, *, tokens_per_s: float, row_s: float, width: int) -> list[int]:
-        """K by kind, as kinds are numbered in Acceptance.
+    def acceptance_of(self, match_len: int) -> Acceptance:
+        """What was seen of drafts where so many tokens recurred."""
+        return self._acceptance[match_class(match_len)]
+
+    def ks(self, *, tokens_per_s: float, row_s: float, width: int) -> list[tuple[int, ...]]:
+        """K per match class, by kind, as kinds are numbered in Acceptance.
 
         Args:
             tokens_per_s: goodput of the step.
@@ -38,10 +47,15 @@ class FreeDrafts:
         """
         self._num_calls += 1
         least = min(width, int(self._num_calls % EXPLORE_CALLS == 0))
-        stands = np.multiply.accumulate(self.acceptance.rates()[:, :width], axis=1)
-        ks: list[int] = np.maximum((stands >= tokens_per_s * row_s).sum(axis=1), least).tolist()
-        return ks
+        by_class = []
+        for acceptance in self._acceptance:
+            stands = np.multiply.accumulate(acceptance.rates()[:, :width], axis=1)
+            by_class.append(np.maximum((stands >= tokens_per_s * row_s).sum(axis=1), least).tolist())
+        return list(zip(*by_class, strict=True))
 
     def observe(self, outcomes: Sequence[RowOutcome], ended: Sequence[int]) -> None:
-        self.acceptance.observe([outcome for outcome in outcomes if outcome.source == "lookup"])
-        self.acceptance.forget(ended)
+        """Learn from what became of them."""
+        found = [outcome for outcome in outcomes if outcome.source == "lookup"]
+        for number, acceptance in enumerate(self._acceptance):
+            acceptance.observe([outcome for outcome in found if match_class(outcome.match_len) == number])
+            acceptance.forget(ended)

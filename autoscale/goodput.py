@@ -18,7 +18,7 @@ from autoscale.cost_model import BATCH_KNOTS, ROW_KNOTS, CostModel, CostTable
 from autoscale.free_drafts import FreeDrafts
 from autoscale.toggle import Mode, Toggle, ToggleParams
 from engine.config import DRAFT_METHODS, MAX_K
-from engine.plan import Choice, Plan, Prior
+from engine.plan import NUM_MATCH_CLASSES, Choice, Plan, Prior
 from engine.request import Request
 from engine.step import StepStats
 
@@ -38,6 +38,7 @@ GOOD_DRAFT = 0.9
 _OFF = Choice(0, "off")
 _NOT_BELIEVED, _TOO_MANY, _LOOK = Choice(0, "acceptance"), Choice(0, "batch"), Choice(0, "probe")
 _CHOICES = (_NOT_BELIEVED, *(Choice(k, "plan") for k in range(1, MAX_K + 1)))
+_NO_FREE = (0,) * NUM_MATCH_CLASSES
 _PROBES = tuple(Choice(k, "probe") for k in range(PROBE_K + 1))
 
 
@@ -87,7 +88,7 @@ class Goodput:
         self._batch = _BatchFacts((), np.zeros(0, dtype=np.int64), [], None)
         self._missed = 0.0
         self._price = 0.0
-        self._free_ks: list[int] = []
+        self._free_ks: list[tuple[int, ...]] = []
         self._made: dict[tuple[int, int], Choice] = {}  # choices at these prices, by id of the bare one and kind
         self._priors: tuple[Prior, ...] = ()
         self._known: dict[int, int] = {}  # request key -> tokens the draft has read
@@ -110,7 +111,9 @@ class Goodput:
         best, plain_s, prompts_s = self._best(decodes, width, num_prefill_rows)
         gain = best.goodput * plain_s / len(decodes)
         worth_probing = self.toggle.is_on or self._could_pay(len(decodes), plain_s, num_prefill_rows)
-        mode = self.toggle.decide(gain, self._now_s, worth_probing=worth_probing, has_free_drafts=any(self._free_ks))
+        mode = self.toggle.decide(
+            gain, self._now_s, worth_probing=worth_probing, has_free_drafts=any(max(ks) for ks in self._free_ks)
+        )
         chosen = best if mode == "on" else Allocation(best.ks * 0, float(len(decodes)), plain_s)
         self.predicted = replace(chosen, seconds=chosen.seconds + prompts_s)
         if self._num_choices % REPRICE_STEPS == 0 or not self._made:
@@ -149,13 +152,13 @@ class Goodput:
 
     def _complete(self, bare: Choice, kind: int) -> Choice:
         """With the floor of confidence, and K of drafts that cost nothing but their rows."""
-        floor, free_k = 0.0, None
+        floor, free_ks = 0.0, None
         if bare.k > 1 and self.acceptance.has_confidences:
             survival = self._price / max(1e-3, self.acceptance.deeper(kind))
             floor = self.acceptance.confidence_of(survival, kind)
         if self.free is not None:
-            free_k = 0 if bare is _LOOK else self._free_ks[kind]
-        done = self._made[id(bare), kind] = replace(bare, free_k=free_k, floor=floor)
+            free_ks = _NO_FREE if bare is _LOOK else self._free_ks[kind]
+        done = self._made[id(bare), kind] = replace(bare, free_ks=free_ks, floor=floor)
         return done
 
     def observe(self, stats: StepStats) -> None:
@@ -176,8 +179,6 @@ class Goodput:
 
     def _believe(self, priors: Sequence[Prior]) -> None:
         self.acceptance.believe([prior for prior in priors if prior.method == self._method])
-        if self.free is not None:
-            self.free.acceptance.believe([prior for prior in priors if prior.method == "ngram"])
 
     def _best(self, decodes: Sequence[Request], width: int, num_prefill_rows: int) -> tuple[Allocation, float, float]:
         """The best allocation, the duration of the step without drafts and prompts, and what the prompts add.
@@ -267,6 +268,6 @@ def make_goodput(method: str, max_k: int, table: CostTable = UNMEASURED, *, look
         table: costs measured at start.
         lookup: whether prompt lookup is asked before a model.
     """
-    free = FreeDrafts(Acceptance(max_k, PRIORS["ngram"])) if method in DRAFT_METHODS and lookup else None
+    free = FreeDrafts(max_k) if method in DRAFT_METHODS and lookup else None
     cost = CostModel(table, measured=table is not UNMEASURED)
     return Goodput(cost, Acceptance(max_k, PRIORS[method]), max_k=max_k, method=method, free=free)

@@ -171,17 +171,20 @@ class StepRecorder:
             return predicted.tokens, predicted.seconds
         tokens = float(record.stats.num_decodes)
         if record.stats.outcomes:
-            expected: dict[tuple[WorkloadClass, DraftSource], list[float]] = {}
+            expected: dict[tuple[WorkloadClass, DraftSource, int], list[float]] = {}
             for outcome in record.stats.outcomes:
-                place = (outcome.workload, outcome.source)
+                place = (outcome.workload, outcome.source, outcome.match_len)
                 if place not in expected:
                     expected[place] = self._accepted_by_k(*place)
                 tokens += expected[place][outcome.num_drafted - 1]
         return tokens, record.cost_s
 
-    def _accepted_by_k(self, workload: WorkloadClass, source: DraftSource) -> list[float]:
+    def _accepted_by_k(self, workload: WorkloadClass, source: DraftSource, match_len: int) -> list[float]:
         """Accepted tokens that were to be expected of a draft, for K from 1 on."""
         free = self._goodput.free
-        acceptance = free.acceptance if free is not None and source == "lookup" else self._goodput.acceptance
+        if free is not None and source == "lookup":
+            acceptance = free.acceptance_of(match_len)
+        else:
+            acceptance = self._goodput.acceptance
         expected: list[float] = np.cumprod(acceptance.by_position(workload)).cumsum().tolist()
         return expected

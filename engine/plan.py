@@ -6,6 +6,7 @@ The plan is data that changes a few times a second; the pacer is code that runs 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -43,15 +44,26 @@ class Plan:
     """Knowledge, not command: it changes all the time and makes no other plan, nor another version."""
 
 
+_MATCH_BOUNDS = (3, 5, 8)
+NUM_MATCH_CLASSES = len(_MATCH_BOUNDS) + 1
+MAX_MATCH_LEN = _MATCH_BOUNDS[-1]
+"""Prompt lookup need not look further back than this."""
+
+
+def match_class(match_len: int) -> int:
+    """Class of a prompt lookup by the number of tokens that recurred: 0 is short, NUM_MATCH_CLASSES - 1 is long."""
+    return bisect_right(_MATCH_BOUNDS, match_len)
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """K for one request in one step, and why."""
 
     k: int
     reason: KReason
-    free_k: int | None = None
-    """K where the draft costs nothing but its rows: found by prompt lookup before a model, or foreseen by a grammar.
-    None: the same."""
+    free_ks: tuple[int, ...] | None = None
+    """[NUM_MATCH_CLASSES] K where the draft costs nothing but its rows: found by prompt lookup before a model, by how
+    much recurred, or foreseen by a grammar (the largest). None: the same."""
     floor: float = 0.0
     """The draft goes on only while the product of its confidences so far is at least this. It knows that before it
     computes the next position, whatever token it then draws there, so the law of what is emitted stays the target's."""

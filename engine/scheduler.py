@@ -100,13 +100,15 @@ class Scheduler:
         for request, choice in zip(decodes, choices, strict=True):
             if request not in self._running:  # preempted for an earlier one
                 continue
-            most = max(choice.k, choice.free_k or 0)
+            most = max(choice.k, *(choice.free_ks or (0,)))
             most, reason = self._cap(request, most, choice.reason, rows_left)
             most, reason = self._reserve_decode(request, most, reason)
             if request in self._running:
                 k, reason = (choice.k, choice.reason) if choice.k <= most else (most, reason)
-                free_k = None if choice.free_k is None else min(choice.free_k, most)
-                spans.append(Span(request, request.num_computed, 1, k, True, reason, free_k, choice.floor))
+                free_ks = choice.free_ks
+                if free_ks is not None and max(free_ks) > most:
+                    free_ks = tuple(min(free_k, most) for free_k in free_ks)
+                spans.append(Span(request, request.num_computed, 1, k, True, reason, free_ks, choice.floor))
                 rows_left -= most
         budget = max(0, rows_left)
         for request in [r for r in self._running if r.extend_len > 1]:

@@ -50,14 +50,14 @@ class Span:
     samples: bool
     """Whether it reaches the end of the committed tokens, so that its last row yields a token."""
     reason: KReason
-    free_k: int | None = None
+    free_ks: tuple[int, ...] | None = None
     floor: float = 0.0
     """Both as in Choice."""
 
     @property
     def most_free(self) -> int:
         """Tokens that a draft may have which costs nothing but its rows."""
-        return self.k if self.free_k is None else self.free_k
+        return self.k if self.free_ks is None else max(self.free_ks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,8 @@ class DraftRow:
     """The draft's probability of its most likely token, per position; empty where a method has none."""
     reason: KReason = "plan"
     source: DraftSource = "method"
+    match_len: int = 0
+    """Tokens that had occurred before, where prompt lookup found them; counted up to MAX_MATCH_LEN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,8 @@ class RowOutcome:
     confidences: tuple[float, ...] = ()
     """Of the drafted tokens, as in DraftRow."""
     source: DraftSource = "method"
+    match_len: int = 0
+    """As in DraftRow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,6 +46,7 @@ def step_stats(
                     num_tokens=len(request.tokens),
                     workload=request.submit.sampling.workload,
                     source=drafted.source,
+                    match_len=drafted.match_len,
                     num_asked=span.k if span.floor > 0 and drafted.confidences else 0,
                     confidences=drafted.confidences,
                 )

@@ -19,9 +19,9 @@ from engine.drafter import NoDrafter
 from engine.drafters.forced import ForcedDrafter
 from engine.drafters.lookup_first import LookupFirst
 from engine.drafters.ngram import NgramDrafter
-from engine.plan import Choice, Plan
+from engine.plan import MAX_MATCH_LEN, NUM_MATCH_CLASSES, Choice, Plan
 from engine.request import Request, SamplingParams, Submit
-from engine.step import RowOutcome, StepStats
+from engine.step import Batch, RowOutcome, Span, StepStats
 
 MAX_K = 6
 
@@ -53,13 +53,13 @@ def test_lookup_goes_on_where_the_model_does_not_pay() -> None:
     pacer, choices = taught(model=False, lookup=True)
     assert not pacer.toggle.is_on
     assert {choice.k for choice in choices} == {0}
-    assert all(choice.free_k == MAX_K for choice in choices)
+    assert all(choice.free_ks is not None and choice.free_ks[0] == MAX_K for choice in choices)
 
 
 def test_the_model_goes_on_where_lookup_finds_nothing_of_use() -> None:
     _, choices = taught(model=True, lookup=False)
     assert all(choice.k > 0 for choice in choices)
-    assert all((choice.free_k or 0) <= 1 for choice in choices)
+    assert all(choice.free_ks is not None and choice.free_ks[0] <= 1 for choice in choices)
 
 
 def test_rows_that_cost_more_than_they_yield_are_not_drafted_for_free() -> None:
@@ -71,8 +71,31 @@ def test_rows_that_cost_more_than_they_yield_are_not_drafted_for_free() -> None:
     for _ in range(100):
         pacer.free.observe([RowOutcome(1, 1, n, 10, source="lookup") for n in (0, 1)], ())
     pacer.cost = CostModel(dear)
-    counts = [pacer.choose(Plan(max_k=MAX_K), [request(key) for key in range(8)], 0)[0].free_k for _ in range(31)]
-    assert np.median([count for count in counts if count is not None]) == 0
+    found = [pacer.choose(Plan(max_k=MAX_K), [request(key) for key in range(8)], 0)[0].free_ks for _ in range(31)]
+    assert np.median([ks[0] for ks in found if ks is not None]) == 0
+
+
+def test_a_long_match_is_believed_where_a_short_one_is_not() -> None:
+    pacer, _ = taught(model=False, lookup=True)
+    assert pacer.free is not None
+    for _ in range(100):
+        short = [RowOutcome(1, 1, n, 10, source="lookup", match_len=2) for n in (0, 0, 0, 1)]
+        long = [RowOutcome(2, MAX_K, MAX_K, 10, source="lookup", match_len=MAX_MATCH_LEN)]
+        pacer.free.observe(short + long, ())
+    ks = pacer.free.ks(tokens_per_s=100.0, row_s=0.005, width=MAX_K)[0]
+    assert ks[0] == 0
+    assert ks[-1] == MAX_K
+
+
+@pytest.mark.parametrize(("before", "length"), [((9, 5, 6, 7), 3), ((4, 5, 6, 7), 4), ((6, 7), 2)])
+def test_lookup_tells_how_much_recurred_and_is_cut_to_what_that_allows(before: tuple[int, ...], length: int) -> None:
+    tokens = [*before, 1, 2, 3, 0, 4, 5, 6, 7]
+    span = Span(replace(request(1), tokens=tokens), len(tokens) - 1, 1, 3, True, "plan", free_ks=(1, 2, 3, 3))
+    lookup = NgramDrafter(min_size=2, max_size=2)
+    (row,) = lookup.draft(Batch(1, (span,), 0)).rows
+    assert (row.token_ids, row.match_len) == ((1, 2, 3), length)
+    (row,) = LookupFirst(lookup, NoDrafter()).draft(Batch(1, (span,), 0)).rows
+    assert row.token_ids == (1, 2, 3)[: 1 if length == 2 else 2]
 
 
 def test_each_source_is_learnt_and_pooled_apart() -> None:
@@ -83,7 +106,7 @@ def test_each_source_is_learnt_and_pooled_apart() -> None:
         pacer.observe(step)
     assert np.array_equal(pacer.acceptance.by_position(), before)
     assert pacer.free is not None
-    assert pacer.free.acceptance.by_position()[0] < 0.1
+    assert pacer.free.acceptance_of(0).by_position()[0] < 0.1
     aggregator = Aggregator(method="eagle")
     aggregator.add(step_of(*step.outcomes, RowOutcome(3, 2, 2, 10)))
     assert set(aggregator.take().by_kind) == {Kind("ngram", "greedy"), Kind("eagle", "greedy")}
@@ -106,7 +129,10 @@ class TwoKs(RandomPacer):
 
     def choose(self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int) -> list[Choice]:
         choices = super().choose(plan, decodes, num_prefill_rows)
-        return [replace(choice, free_k=int(self._random.integers(0, 5))) for choice in choices]
+        return [
+            replace(choice, free_ks=tuple(self._random.integers(0, 5, NUM_MATCH_CLASSES).tolist()))
+            for choice in choices
+        ]
 
 
 def test_greedy_answers_are_the_same_whatever_both_ks_are() -> None:

@@ -170,6 +170,17 @@ def test_while_drafting_it_looks_now_and_then_what_a_plain_step_costs() -> None:
     assert looks[0] < 60
 
 
+def test_it_looks_more_often_where_the_gain_is_in_doubt_and_also_beside_free_drafts() -> None:
+    def looks(gain: float, has_free_drafts: bool) -> int:
+        toggle = Toggle(ToggleParams())
+        steps = [toggle.decide(gain, step * 0.02, has_free_drafts=has_free_drafts) for step in range(5000)]
+        return steps.count("look")
+
+    assert looks(1.1, has_free_drafts=True) > 1.5 * looks(2.0, has_free_drafts=True)
+    assert looks(0.9, has_free_drafts=True) > 1.5 * looks(2.0, has_free_drafts=True)
+    assert looks(0.9, has_free_drafts=False) == 0
+
+
 def test_a_ramp_up_and_down_switches_little_and_comes_back_soon() -> None:
     """Compute-bound in the middle: 1 stream, then 64, then 1 again. Drafting must be back within 2 s."""
     phases = ((20.0, 1), (40.0, 64), (1e9, 1))

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.drafter import Drafter
-from engine.step import Batch, Draft
+from engine.plan import match_class
+from engine.step import Batch, Draft, DraftRow, Span
 
 
 class LookupFirst:
@@ -27,8 +28,9 @@ class LookupFirst:
         self._model = model
 
     def draft(self, batch: Batch) -> Draft:
-        asked = tuple(span if span.free_k is None else replace(span, k=span.free_k) for span in batch.spans)
+        asked = tuple(replace(span, k=span.most_free) for span in batch.spans)
         found = self._lookup.draft(replace(batch, spans=asked)).rows
+        found = tuple(_within(span, row) for span, row in zip(batch.spans, found, strict=True))
         rest = tuple(
             replace(span, k=0) if row.token_ids else span for span, row in zip(batch.spans, found, strict=True)
         )
@@ -42,3 +44,10 @@ class LookupFirst:
     def forget(self, keys: Sequence[int]) -> None:
         self._lookup.forget(keys)
         self._model.forget(keys)
+
+
+def _within(span: Span, row: DraftRow) -> DraftRow:
+    """The draft, as long as one may be that rests on so many tokens."""
+    if span.free_ks is None or len(row.token_ids) <= (k := span.free_ks[match_class(row.match_len)]):
+        return row
+    return replace(row, token_ids=row.token_ids[:k])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.drafter import empty_rows
+from engine.plan import MAX_MATCH_LEN
 from engine.step import Batch, Draft, DraftRow
 
 
@@ -20,8 +21,8 @@ class _Index:
         self._ends: dict[tuple[int, ...], int] = {}
         self._indexed = 0  # tokens[:_indexed] are in the index as continuations
 
-    def lookup(self, tokens: list[int], k: int) -> tuple[int, ...]:
-        """Up to k tokens that followed the longest matching suffix, latest occurrence first."""
+    def lookup(self, tokens: list[int], k: int) -> tuple[tuple[int, ...], int]:
+        """Up to k tokens that followed the longest matching suffix, latest occurrence first, and how many matched."""
         for end in range(max(self._indexed, 1), len(tokens)):
             for size in self._sizes:
                 if size <= end:
@@ -29,8 +30,15 @@ class _Index:
         self._indexed = len(tokens)
         for size in reversed(self._sizes):
             if size <= len(tokens) and (found := self._ends.get(tuple(tokens[-size:]))) is not None:
-                return tuple(tokens[found : found + k])
-        return ()
+                return tuple(tokens[found : found + k]), _match_len(tokens, found, size)
+        return (), 0
+
+
+def _match_len(tokens: list[int], found: int, known: int) -> int:
+    """How many tokens before `found` are those at the end, from `known` that are up to MAX_MATCH_LEN."""
+    while known < min(MAX_MATCH_LEN, found) and tokens[found - known - 1] == tokens[-known - 1]:
+        known += 1
+    return known
 
 
 class NgramDrafter:
@@ -50,8 +58,9 @@ class NgramDrafter:
         for row, span in enumerate(batch.spans):
             if span.k > 0:
                 index = self._index.setdefault(span.request.key, _Index(self._sizes))
-                found = index.lookup(span.request.tokens, span.k)
-                rows[row] = DraftRow(token_ids=found, reason=span.reason if found else "no_match")
+                found, match_len = index.lookup(span.request.tokens, span.k)
+                reason = span.reason if found else "no_match"
+                rows[row] = DraftRow(token_ids=found, reason=reason, match_len=match_len)
         return Draft(tuple(rows))
 
     def forget(self, keys: Sequence[int]) -> None:
