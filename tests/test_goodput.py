@@ -173,8 +173,13 @@ def test_while_drafting_it_looks_now_and_then_what_a_plain_step_costs() -> None:
 def test_it_looks_more_often_where_the_gain_is_in_doubt_and_also_beside_free_drafts() -> None:
     def looks(gain: float, has_free_drafts: bool) -> int:
         toggle = Toggle(ToggleParams())
-        steps = [toggle.decide(gain, step * 0.02, has_free_drafts=has_free_drafts) for step in range(5000)]
-        return steps.count("look")
+        count = 0
+        for step in range(5000):
+            mode = toggle.decide(gain, step * 0.02, has_free_drafts=has_free_drafts)
+            count += mode == "look"
+            if mode == "probe":
+                toggle.drafted(step * 0.02)
+        return count
 
     assert looks(1.1, has_free_drafts=True) > 1.5 * looks(2.0, has_free_drafts=True)
     assert looks(0.9, has_free_drafts=True) > 1.5 * looks(2.0, has_free_drafts=True)
