@@ -25,15 +25,11 @@ import torch
 from engine.block_pool import BlockPool
 from engine.collectives import Collectives, Group, Solo, open_store
 from engine.committer import Committer
-from engine.config import EngineConfig
+from engine.config import DRAFT_METHODS, EngineConfig
 from engine.device_buffers import BufferHandle
 from engine.draft_dock import MAX_FEED, MAX_RELEASED, DraftDock, DraftInfo, FeatureShape
-from engine.drafter import Drafter, NoDrafter
+from engine.drafters import make_drafter
 from engine.drafters.draft_model import DraftLink, RemoteDrafter
-from engine.drafters.forced import ForcedDrafter
-from engine.drafters.lookup_first import LookupFirst
-from engine.drafters.ngram import NgramDrafter
-from engine.drafters.wrong import WrongDrafter
 from engine.engine import Engine
 from engine.errors import EngineError, ShardDown
 from engine.grammar import Grammars
@@ -190,12 +186,12 @@ class TargetShard:
             max_step_tokens=config.max_step_tokens,
             max_model_len=self._max_model_len,
         )
+        vocab_size = self._model.config.vocab_size
         remote = self._make_remote()
-        drafter = self._make_drafter(remote)
-        grammars = Grammars(lambda: load_tokenizer_info(self.folder, self._model.config.vocab_size))
+        grammars = Grammars(lambda: load_tokenizer_info(self.folder, vocab_size))
         self.engine = engine = Engine(
             scheduler=scheduler,
-            drafter=ForcedDrafter(self._spoilt(drafter)),
+            drafter=make_drafter(config.speculative, remote, vocab_size=vocab_size),
             verifier=Verifier(self.forward, block_size=config.kv_block_size),
             committer=Committer(pool, scheduler, max_model_len=self._max_model_len),
             streams=Streams(lambda deltas: self._send(StepDeltas(deltas))),
@@ -209,7 +205,7 @@ class TargetShard:
                 remote,
                 max_rows=config.max_num_requests,
                 max_k=max(1, config.speculative.k),
-                target_vocab=self._model.config.vocab_size,
+                target_vocab=vocab_size,
                 features=self._feature_shape(),
                 device=self._device,
                 node_id=self._node_id,
@@ -293,7 +289,7 @@ class TargetShard:
     def _make_remote(self) -> RemoteDrafter | None:
         """The way to the model of another process, where the method has one."""
         speculative = self.config.speculative
-        if speculative.method not in ("draft_model", "eagle"):
+        if speculative.method not in DRAFT_METHODS:
             return None
         return RemoteDrafter(
             max_feed=MAX_FEED,
@@ -301,20 +297,6 @@ class TargetShard:
             deadline_s=speculative.deadline_s,
             on_down=lambda reason: self._send(DraftStatus(up=False, reason=reason)),
         )
-
-    def _make_drafter(self, remote: RemoteDrafter | None) -> Drafter:
-        speculative = self.config.speculative
-        if speculative.method == "none":
-            return NoDrafter()
-        lookup = NgramDrafter(min_size=speculative.ngram_min, max_size=speculative.ngram_max)
-        if remote is None:
-            return lookup
-        return LookupFirst(lookup, remote) if speculative.lookup else remote
-
-    def _spoilt(self, drafter: Drafter) -> Drafter:
-        if self.config.speculative.wrong_drafts:
-            return WrongDrafter(drafter, self._model.config.vocab_size)
-        return drafter
 
     def _draft_dock(self) -> DraftDock:
         if self._dock is None:
