@@ -62,6 +62,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
+        """Blocks that can be handed out; those of cached prefixes are among them."""
         return len(self._free)
 
     @property
@@ -70,6 +71,7 @@ class BlockPool:
         return (self.num_blocks - 1) * self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold so many tokens."""
         return -(-num_tokens // self.block_size)
 
     def attach_prefix(self, request: BlockOwner) -> int:

@@ -41,9 +41,17 @@ class Payload(Protocol):
     """Where probabilities and features lie, and how work on them is ordered."""
 
     @property
-    def memory(self) -> torch.Tensor: ...
-    def publish(self) -> None: ...
-    def acquire(self) -> None: ...
+    def memory(self) -> torch.Tensor:
+        """[payload_bytes] uint8."""
+        ...
+
+    def publish(self) -> None:
+        """What was written before is to be seen by whoever acquires after this."""
+        ...
+
+    def acquire(self) -> None:
+        """Work from here on sees what was published."""
+        ...
 
 
 class HostPayload:
@@ -66,6 +74,7 @@ def _payload_offset(spec: BufferSpec) -> int:
 
 
 def host_bytes(spec: BufferSpec, *, on_gpu: bool) -> int:
+    """Bytes of the host memory that both sides map: control block, and payload unless that is on a GPU."""
     return _payload_offset(spec) + (0 if on_gpu else spec.payload_bytes)
 
 

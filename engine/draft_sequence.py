@@ -39,6 +39,7 @@ class DraftSequence:
 
     @property
     def num_computed(self) -> int:
+        """Tokens that have a cell."""
         return len(self.positions)
 
     @property

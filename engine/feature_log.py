@@ -110,6 +110,7 @@ class FeatureLog:
         return runs is not None and len(runs) > 0 and runs[0].row < self._next - self._capacity // 2
 
     def forget(self, key: int) -> None:
+        """The request is over."""
         self._runs.pop(key, None)
 
     def _append(self, key: int, position: int, row: int, length: int) -> None:

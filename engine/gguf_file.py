@@ -68,6 +68,7 @@ class GGUFFile:
         self.close()
 
     def close(self) -> None:
+        """Let the file go; arrays that were read stay."""
         self._bytes.close()
 
     @property

@@ -86,6 +86,7 @@ class PlanRing:
         return self._words[_READ + receiver * _LINE]
 
     def mark_read(self, receiver: int, seq: int) -> None:
+        """A receiver, from 0, has copied this slot out."""
         self._words[_READ + receiver * _LINE] = seq
 
     def check(self, plan: ForwardPlan) -> None:

@@ -186,12 +186,15 @@ class Request:
 
     @property
     def num_prompt(self) -> int:
+        """Tokens of the prompt."""
         return len(self.submit.prompt)
 
     @property
     def num_generated(self) -> int:
+        """Tokens after the prompt."""
         return len(self.tokens) - len(self.submit.prompt)
 
     @property
     def extend_len(self) -> int:
+        """Tokens whose K and V are still to be computed: 1 in decode, more in prefill."""
         return len(self.tokens) - self.num_computed

@@ -57,6 +57,7 @@ class Rules:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
+        """Of the request."""
         return self.options.stop_token_ids
 
     def follow(self, tokens: Sequence[int]) -> None:

@@ -51,6 +51,7 @@ class Law:
 
     @property
     def greedy(self) -> bool:
+        """Whether the most likely token is taken, without a draw."""
         return self.temperature == 0.0
 
     @classmethod

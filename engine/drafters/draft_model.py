@@ -40,7 +40,9 @@ class DraftLink(Protocol):
         """Raises DraftDown when the draft is dead or hung."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ask no more."""
+        ...
 
 
 class RemoteDrafter:
@@ -80,6 +82,7 @@ class RemoteDrafter:
 
     @property
     def is_up(self) -> bool:
+        """Whether there is a draft to ask."""
         return self._end is not None
 
     def set_vocab(self, vocab: torch.Tensor | None) -> None:
