@@ -1,251 +1,32 @@
 // The decoder of the Llama family tree on a CPU with AVX512-BF16: the forward of a whole plan in one call.
 //
-// Owns the packed weights, the cache's inner layout and the threads. The order of operations is that of
-// engine/models/decoder.py, its slow twin; the residual stream is float32 here. A row's result depends on that row and
-// its context alone, never on the rows beside it: every dot product is summed in one fixed order for any number of rows.
+// Owns the order of operations, which is that of engine/models/decoder.py, its slow twin, and the cache's inner layout;
+// the residual stream is float32 here. A row's result depends on that row and its context alone, never on the rows
+// beside it. Packed weights are in matrix.h, threads in pool.h.
 //
-// Weights   [N / (16 B)][K / 2][16 B][2] bfloat16, B column blocks of 16 per panel: one 64-byte load feeds 16 columns.
 // K cache   [tokens / 16][G][D / 2][16][2] bfloat16: one load holds two dimensions of 16 tokens.
 // V cache   [tokens / 16][G][8][D][2] bfloat16: one load holds two tokens of 16 dimensions.
 
 #include <immintrin.h>
-#include <linux/futex.h>
-#include <sched.h>
 #include <sys/mman.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <thread>
 #include <vector>
+
+#include "matrix.h"
+#include "pool.h"
 
 namespace {
 
-using bf16 = uint16_t;
-constexpr int kLanes = 16;
-constexpr int kRowChunk = 96;  // rows of an item, so that their inputs and a panel stay in the second-level cache
-constexpr int kQueries = 6;    // query vectors attended together
-constexpr int kAhead = 8192;   // weights that are asked for before their turn; panels lie end to end
-constexpr int kTilesAhead = 4;  // tiles of the cache, likewise
-constexpr int kSlice = 4;      // 16-wide registers of a head's dimensions summed at once
-
-// ---------------------------------------------------------------------------------------------------- threads
-
-inline void futex(std::atomic<uint32_t>* word, int operation, uint32_t value) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation | FUTEX_PRIVATE_FLAG, value, nullptr, nullptr, 0);
-}
-
-// Runs loops over items on the calling thread and its helpers. Each thread has a share of consecutive items, and takes
-// from the others' shares when its own is done: so threads rarely touch the same cache line, which takes longer than
-// many an item, and a loop ends when all items are done rather than when all helpers have come. A helper that lost its
-// core to another process holds nobody up unless it holds an item. Helpers without work go to sleep.
-class Pool {
- public:
-  explicit Pool(int num_threads) : shares_(std::max(1, num_threads)) {
-    for (int thread = 1; thread < num_threads; ++thread) helpers_.emplace_back([this, thread] { help(thread); });
-  }
-
-  ~Pool() {
-    stop_.store(true);
-    ring();
-    for (auto& helper : helpers_) helper.join();
-  }
-
-  // Calls sleeping helpers. Before a loop's items are there, it saves the time that they take to get up.
-  void wake() {
-    if (asleep_.load() && asleep_.exchange(false)) ring();
-  }
-
-  template <class Body>
-  void loop(int num_items, const Body& body) {
-    if (num_items <= 1 || helpers_.empty()) {
-      for (int item = 0; item < num_items; ++item) body(item, 0);
-      return;
-    }
-    run_ = [](const void* context, int item, int thread) { (*static_cast<const Body*>(context))(item, thread); };
-    context_ = &body;
-    const long threads = static_cast<long>(shares_.size());
-    for (auto& share : shares_) share.done.store(0, std::memory_order_relaxed);
-    for (long thread = 0; thread < threads; ++thread)
-      shares_[thread].items.store(num_items * (thread + 1) / threads << 32 | num_items * thread / threads);
-    wake();
-    while (work(0)) {
-    }
-    const uint64_t begin = __rdtsc();
-    while (num_done() != num_items) {
-      if (__rdtsc() - begin > kPatience) sched_yield();
-    }
-  }
-
- private:
-  struct alignas(64) Share {
-    std::atomic<uint64_t> items{0};  // end and next of those not yet taken
-    alignas(64) std::atomic<int> done{0};  // by the share's thread, of any share
-  };
-
-  static constexpr uint64_t kPatience = 100'000;  // cycles, some 40 us: of a helper without work, of a leader at the end
-  static constexpr uint64_t kNext = 0xffffffff;
-
-  void ring() {
-    bell_.fetch_add(1);
-    futex(&bell_, FUTEX_WAKE, INT32_MAX);
-  }
-
-  int num_done() const {
-    int sum = 0;
-    for (const auto& share : shares_) sum += share.done.load(std::memory_order_acquire);
-    return sum;
-  }
-
-  static bool is_left(uint64_t items) { return (items & kNext) < items >> 32; }
-
-  // Does one item of the thread's own share, or else of another; false where none is left.
-  bool work(int thread) {
-    for (size_t offset = 0; offset < shares_.size(); ++offset) {
-      auto& items = shares_[(thread + offset) % shares_.size()].items;
-      if (!is_left(items.load())) continue;
-      const uint64_t taken = items.fetch_add(1);
-      if (!is_left(taken)) continue;
-      run_(context_, static_cast<int>(taken & kNext), thread);  // the loop cannot end before this item is done
-      shares_[thread].done.fetch_add(1, std::memory_order_release);
-      return true;
-    }
-    return false;
-  }
-
-  bool has_items() const {
-    return std::any_of(shares_.begin(), shares_.end(), [](const Share& share) { return is_left(share.items.load()); });
-  }
-
-  void help(int thread) {
-    uint64_t last = __rdtsc();
-    while (!stop_.load(std::memory_order_relaxed)) {
-      if (work(thread)) {
-        last = __rdtsc();
-      } else if (__rdtsc() - last > kPatience) {
-        const uint32_t bell = bell_.load();
-        asleep_.store(true);
-        if (!has_items() && !stop_.load()) futex(&bell_, FUTEX_WAIT, bell);
-        last = __rdtsc();
-      }
-    }
-  }
-
-  std::vector<Share> shares_;
-  std::vector<std::thread> helpers_;
-  void (*run_)(const void*, int, int) = nullptr;
-  const void* context_ = nullptr;
-  alignas(64) std::atomic<uint32_t> bell_{0};
-  std::atomic<bool> asleep_{false};
-  std::atomic<bool> stop_{false};
-};
-
-// ---------------------------------------------------------------------------------------------------- arithmetic
-
-inline __m512bh as_bf16(__m512i x) { return reinterpret_cast<__m512bh>(x); }
-inline __m512 load_bf16(const bf16* x) {
-  return _mm512_castsi512_ps(
-      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))), 16));
-}
-inline void store_bf16(bf16* to, __m512 x) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
-}
-inline bf16 round_bf16(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  return static_cast<bf16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-inline __m512i pair(const bf16* x) {
-  int32_t both;
-  std::memcpy(&both, x, 4);
-  return _mm512_set1_epi32(both);
-}
-
-// e^x within 2 units in the last place: 2^(n + f), f in [-0.5, 0.5], and a polynomial for 2^f.
-inline __m512 exp16(__m512 x) {
-  const __m512 y = _mm512_mul_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.0f)), _mm512_set1_ps(1.44269504f));
-  const __m512 n = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 f = _mm512_mul_ps(_mm512_sub_ps(y, n), _mm512_set1_ps(0.693147181f));
-  __m512 p = _mm512_set1_ps(1.0f / 720);
-  for (const float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(c));
-  return _mm512_scalef_ps(p, n);
-}
-
-// tile[M][16 B] = x[M][K] times one panel, each sum in ascending order of k.
-template <int M, int B>
-void multiply(const bf16* x, long stride, const bf16* panel, int pairs, float* tile) {
-  __m512 sums[M][B];
-#pragma GCC unroll 12
-  for (int m = 0; m < M; ++m)
-#pragma GCC unroll 4
-    for (int b = 0; b < B; ++b) sums[m][b] = _mm512_setzero_ps();
-  for (int k = 0; k < pairs; ++k) {
-    const bf16* line = panel + static_cast<long>(k) * B * 32;
-    __m512bh w[B];
-#pragma GCC unroll 4
-    for (int b = 0; b < B; ++b) {
-      w[b] = as_bf16(_mm512_load_si512(line + b * 32));
-      _mm_prefetch(line + b * 32 + kAhead, _MM_HINT_T1);
-    }
-#pragma GCC unroll 12
-    for (int m = 0; m < M; ++m) {
-      const __m512bh both = as_bf16(pair(x + m * stride + 2 * k));
-#pragma GCC unroll 4
-      for (int b = 0; b < B; ++b) sums[m][b] = _mm512_dpbf16_ps(sums[m][b], w[b], both);
-    }
-  }
-#pragma GCC unroll 12
-  for (int m = 0; m < M; ++m)
-#pragma GCC unroll 4
-    for (int b = 0; b < B; ++b) _mm512_store_ps(tile + (m * B + b) * kLanes, sums[m][b]);
-}
-
-using Multiply = void (*)(const bf16*, long, const bf16*, int, float*);
-constexpr Multiply kMultiply2[] = {multiply<1, 2>, multiply<2, 2>, multiply<3, 2>,  multiply<4, 2>,
-                                   multiply<5, 2>, multiply<6, 2>, multiply<7, 2>,  multiply<8, 2>,
-                                   multiply<9, 2>, multiply<10, 2>, multiply<11, 2>, multiply<12, 2>};
-constexpr Multiply kMultiply4[] = {multiply<1, 4>, multiply<2, 4>, multiply<3, 4>,
-                                   multiply<4, 4>, multiply<5, 4>, multiply<6, 4>};
-
-struct Matrix {
-  bf16* panels = nullptr;
-  int columns = 0, depth = 0, blocks = 0;  // outputs, inputs, column blocks per panel
-  int width() const { return blocks * kLanes; }
-  int num_panels() const { return (columns + width() - 1) / width(); }
-  size_t bytes() const { return static_cast<size_t>(num_panels()) * width() * depth * sizeof(bf16); }
-};
-
-// Memory in large pages where the system has them: weights are read end to end at every step.
-void* reserve(size_t bytes) {
-  void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (at == MAP_FAILED) return nullptr;
-  madvise(at, bytes, MADV_HUGEPAGE);
-  return at;
-}
-
-// Calls use(first row, rows, tile) for each group of rows of x times panel number `panel`.
-template <class Use>
-void multiply_rows(const Matrix& matrix, int panel, const bf16* x, int begin, int end, const Use& use) {
-  alignas(64) float tile[24 * kLanes];
-  const bf16* weights = matrix.panels + static_cast<long>(panel) * matrix.width() * matrix.depth;
-  const int most = matrix.blocks == 4 ? 6 : 12;
-  const int groups = (end - begin + most - 1) / most;
-  for (int group = 0; group < groups; ++group) {
-    const int first = begin + static_cast<int>(static_cast<long>(end - begin) * group / groups);
-    const int last = begin + static_cast<int>(static_cast<long>(end - begin) * (group + 1) / groups);
-    const auto kernel = (matrix.blocks == 4 ? kMultiply4 : kMultiply2)[last - first - 1];
-    kernel(x + static_cast<long>(first) * matrix.depth, matrix.depth, weights, matrix.depth / 2, tile);
-    use(first, last - first, tile);
-  }
-}
-
-// ---------------------------------------------------------------------------------------------------- the model
+constexpr int kRowChunk = 96;   // rows of an item, so that their inputs and a panel stay in the second-level cache
+constexpr int kQueries = 6;     // query vectors attended together
+constexpr int kTilesAhead = 4;  // tiles of the cache that are asked for before their turn
+constexpr int kSlice = 4;       // 16-wide registers of a head's dimensions summed at once
 
 }  // namespace
 

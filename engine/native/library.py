@@ -19,6 +19,7 @@ from pathlib import Path
 from engine.model_store import cache_folder
 
 SOURCE = Path(__file__).with_name("decoder.cpp")
+"""It includes the headers beside it."""
 CPU_FLAGS = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16")
 _OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
 _COMPILERS = ("g++", "clang++", "c++")
@@ -112,12 +113,17 @@ def _check_cpu() -> None:
 
 
 def build() -> Path:
-    """The compiled file for this source, compiler and CPU."""
+    """The compiled file for these sources, compiler and CPU.
+
+    Raises:
+        NativeUnavailable: there is no working compiler, or nowhere to keep what it makes.
+    """
     compiler = os.environ.get("CXX") or next((found for name in _COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         raise NativeUnavailable("there is no C++ compiler (g++ or clang++; CXX names another)")
     key = hashlib.sha256()
-    for part in (SOURCE.read_bytes(), _run(compiler, "--version"), " ".join(_OPTIONS).encode(), _cpu_name()):
+    sources = [path.read_bytes() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
+    for part in (*sources, _run(compiler, "--version"), " ".join(_OPTIONS).encode(), _cpu_name()):
         key.update(part + b"\0")
     folder = cache_folder() / "native"
     target = folder / f"decoder-{key.hexdigest()[:16]}.so"
