@@ -6,6 +6,7 @@ where pieces come from.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -31,6 +32,9 @@ from deployments.responses import (
     Usage,
 )
 from deployments.tools import FoundCall
+
+TEXT_MARK = secrets.token_hex(16)
+"""Stands for the text in a template; nobody can make it part of anything else."""
 
 
 class AnswerFormat(Protocol):
@@ -160,6 +164,7 @@ class AnswerWriter:
         self._system_fingerprint = system_fingerprint
         self._num_prompt = num_prompt
         self._encoder = msgspec.json.Encoder()
+        self._templates: dict[tuple[int, bool], list[bytes]] = {}
 
     def whole(self, wholes: Sequence[Piece]) -> bytes:
         """The response.
@@ -171,6 +176,21 @@ class AnswerWriter:
 
     def chunk(self, piece: Piece, *, is_first: bool, includes_usage: bool) -> bytes:
         """One chunk; `usage` is null where the client will get it in a chunk of its own."""
+        if piece.is_plain and not is_first:
+            before, after = self._template(piece.index, includes_usage=includes_usage)
+            return b"".join((before, self._encoder.encode(piece.text), after))
+        return self._whole_chunk(piece, is_first=is_first, includes_usage=includes_usage)
+
+    def _template(self, index: int, *, includes_usage: bool) -> list[bytes]:
+        """What stands before and after the text in a chunk that holds nothing else, and is the same in all of them."""
+        template = self._templates.get((index, includes_usage))
+        if template is None:
+            marked = Piece(TEXT_MARK, None, 0, 0, 0, 0, index=index)
+            chunk = self._whole_chunk(marked, is_first=False, includes_usage=includes_usage)
+            template = self._templates[index, includes_usage] = chunk.split(self._encoder.encode(TEXT_MARK))
+        return template
+
+    def _whole_chunk(self, piece: Piece, *, is_first: bool, includes_usage: bool) -> bytes:
         choice = self._format.chunk_choice(piece, is_first=is_first)
         usage = None if includes_usage else UNSET
         return self._encode(self._format.chunk_object, (choice,), usage, piece.trace or UNSET)

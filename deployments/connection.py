@@ -33,7 +33,8 @@ class ClientGone(Exception):
 class RequestContext:
     """ASGI middleware: gives each exchange an id, in `request.state.request_id` and in the response's headers.
 
-    It also turns an exception that nothing else handles into a plain 500, logged here with the id.
+    It also turns an exception that nothing else handles into a plain 500, logged here with the id. Once a response has
+    started, what lies between here and the route only hands its parts on: `request.state.send_body` takes them at once.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -44,7 +45,7 @@ class RequestContext:
             await self._app(scope, receive, send)
             return
         request_id = choose_request_id(Headers(scope=scope).get("x-request-id"))
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update({"request_id": request_id, "send_body": send})
         is_started = False
 
         async def send_with_id(message: Message) -> None:

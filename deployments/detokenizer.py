@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 REPLACEMENT = "\ufffd"
 FREELY_HELD = 32
@@ -169,8 +170,7 @@ class StopChecker:
         return held
 
 
-@dataclass(frozen=True, slots=True)
-class TextPiece:
+class TextPiece(Struct, frozen=True):
     """What some tokens of one request show."""
 
     text: str

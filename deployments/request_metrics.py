@@ -26,8 +26,7 @@ def count_request(timeline: Timeline, ledger: Ledger) -> None:
         ledger.observe("paceline_queue_seconds", timeline.queue_s)
     if timeline.ttft_s is not None:
         ledger.observe("paceline_ttft_seconds", timeline.ttft_s)
-    for gap_s in timeline.gaps_s:
-        ledger.observe("paceline_itl_seconds", gap_s)
+    ledger.observe_all("paceline_itl_seconds", timeline.gaps_s)
     if timeline.tpot_s is not None:
         ledger.observe("paceline_tpot_seconds", timeline.tpot_s)
     if timeline.e2e_s is not None and timeline.outcome in ("stop", "length"):

@@ -6,7 +6,6 @@ Owns field names and order, and what an answer is written from: pieces of text.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType
@@ -33,8 +32,7 @@ class StepTrace(Struct, frozen=True):
     """What each token made visible; joined, the text of the chunk. A token that completes nothing has an empty one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(Struct, frozen=True):
     """What one step (or one token) added to an answer, and totals of that answer so far."""
 
     text: str
@@ -51,6 +49,11 @@ class Piece:
     calls: tuple[FoundCall, ...] = ()
     trace: StepTrace | None = None
     """Where it was asked for."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is text and nothing else."""
+        return bool(self.text) and not (self.records or self.calls or self.finish_reason or self.trace)
 
     @property
     def is_silent(self) -> bool:

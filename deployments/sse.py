@@ -88,8 +88,8 @@ class EventStreamResponse(StreamingResponse):
         self._content = content
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        del scope
-        sending = asyncio.ensure_future(self._send(send))
+        send_body = scope.get("state", {}).get("send_body", send)
+        sending = asyncio.ensure_future(self._send(send, send_body))
         watching = asyncio.ensure_future(until_disconnect(receive))
         try:
             await asyncio.wait((sending, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -100,8 +100,8 @@ class EventStreamResponse(StreamingResponse):
             await cancel(sending, watching)
             await self._content.aclose()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, send_body: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for data in self._content:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await send_body({"type": "http.response.body", "body": data, "more_body": True})
+        await send_body({"type": "http.response.body", "body": b"", "more_body": False})

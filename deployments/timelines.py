@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from deployments.engine_client import EngineClient, Health
 from engine.errors import EngineUnavailable, QueueFull
 from engine.request import Delta, Submit
@@ -18,8 +20,7 @@ MAX_STEPS = 1024
 """Steps of a request that are kept one by one."""
 
 
-@dataclass(frozen=True, slots=True)
-class TimelineStep:
+class TimelineStep(Struct, frozen=True, gc=False):
     """One message of a request."""
 
     at_s: float

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from engine.block_pool import BlockPool
@@ -72,12 +72,20 @@ class Ledger:
         """Put a value into a histogram, `count` times."""
         buckets = self._check(name, "histogram", labels).buckets
         with self._lock:
-            series = self._readings.histograms.setdefault(name, {})
-            histogram = series.get(labels)
-            if histogram is None:
-                histogram = series[labels] = HistogramValue([0] * (len(buckets) + 1))
+            histogram = self._histogram(name, labels, len(buckets))
             histogram.counts[bisect_left(buckets, value)] += count
             histogram.total += value * count
+
+    def observe_all(self, name: str, values: Collection[float], *labels: str) -> None:
+        """Put several values into a histogram."""
+        buckets = self._check(name, "histogram", labels).buckets
+        if not values:
+            return
+        with self._lock:
+            histogram = self._histogram(name, labels, len(buckets))
+            for value in values:
+                histogram.counts[bisect_left(buckets, value)] += 1
+            histogram.total += sum(values)
 
     def read(self) -> Readings:
         """A copy of everything counted so far."""
@@ -89,6 +97,14 @@ class Ledger:
                     for name, series in self._readings.histograms.items()
                 },
             )
+
+    def _histogram(self, name: str, labels: LabelValues, num_buckets: int) -> HistogramValue:
+        """One series, made where there is none yet. With the lock held."""
+        series = self._readings.histograms.setdefault(name, {})
+        histogram = series.get(labels)
+        if histogram is None:
+            histogram = series[labels] = HistogramValue([0] * (num_buckets + 1))
+        return histogram
 
     def _check(self, name: str, kind: str, labels: LabelValues) -> Metric:
         metric = self._metrics[name]

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from deployments.answers import AnswerWriter, ChatFormat, CompletionFormat
+from deployments.answers import TEXT_MARK, AnswerWriter, ChatFormat, CompletionFormat
 from deployments.responses import Piece
 from deployments.sse import EventStreamResponse, event_bytes
 from engine.errors import EngineUnavailable
@@ -205,3 +205,18 @@ def test_an_event_costs_tens_of_microseconds() -> None:
         return elapsed / 2000
 
     assert asyncio.run(run()) < 100e-6
+
+
+@pytest.mark.parametrize("includes_usage", [True, False])
+@pytest.mark.parametrize("answer_format", [ChatFormat(), CompletionFormat()])
+def test_a_chunk_of_text_is_what_the_encoder_would_have_made_of_it(
+    answer_format: ChatFormat | CompletionFormat, includes_usage: bool
+) -> None:
+    """Such chunks are written from a template; the first of an answer and those that say more are not."""
+    fast, slow = writer(answer_format), writer(answer_format)
+    for index in range(3):
+        for text in ("a", ' "quoted" \\ and\n', "naïve 🙂", "\x00\x1f\u2028", "</script>", TEXT_MARK):
+            whole = Piece(text, None, 4, 1, 2, 1, index=index)
+            assert fast.chunk(whole, is_first=False, includes_usage=includes_usage) == slow._whole_chunk(
+                whole, is_first=False, includes_usage=includes_usage
+            )
