@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dashboards.model import Query, Unit
-from engine.metrics import COMMON_LABELS, METRICS, Metric, by_name
+from engine.metrics import COMMON_LABELS, Metric, by_name
 
 CATALOGUE = by_name()
 PER_SECOND: dict[str, Unit] = {"tokens": "tokens/s", "seconds": "percentunit"}
@@ -116,11 +116,6 @@ def declared_unit(declaration: Metric) -> Unit:
     if declaration.kind == "gauge" or quotient:
         return VALUE.get(declaration.unit, "short")
     return PER_SECOND.get(declaration.unit, "ops")
-
-
-def undeclared(exprs: Iterable[str], metrics: Iterable[Metric] = METRICS) -> set[str]:
-    """Names with our prefixes that no declaration knows."""
-    return {name for expr in exprs for name in names_in(expr)} - {metric.name for metric in metrics}
 
 
 def _ratio_unit(above: str, below: str) -> Unit:

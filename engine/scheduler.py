@@ -63,17 +63,21 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
+        """Requests in the queue."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
+        """Requests in the running batch."""
         return len(self._running)
 
     @property
     def has_work(self) -> bool:
+        """Whether any request is not finished."""
         return bool(self._running or len(self._waiting))
 
     def add(self, request: Request) -> None:
+        """Queue a request that is new here."""
         self._waiting.add(request)
 
     def remove(self, request: Request) -> None:

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.device_buffers import BufferHandle, create_draft_buffer, open_draft_buffer
+from engine.device_buffers import BufferHandle, DraftEnd, create_draft_buffer, open_draft_buffer
 from engine.draft_protocol import AnswerRow, BufferSpec, Order
 from engine.errors import EngineUnavailable
 from engine.plan_broadcast import PlanHandle, PlanReceiver, PlanSender, PlanSpec
@@ -53,13 +53,15 @@ def echo(order: Order) -> list[AnswerRow]:
     ]
 
 
-def drafts(handle: BufferHandle) -> None:
-    """A healthy draft: answers until its target is gone."""
+def drafts(handle: BufferHandle, compute: Callable[[DraftEnd, Order], None] | None = None) -> None:
+    """A healthy draft: answers until its target is gone, each time after `compute`."""
     end = open_draft_buffer(handle, node_id=NODE, gpu_uuid=None)
     with contextlib.suppress(EngineUnavailable):
         while True:
             order = end.wait(1.0)
             if order is not None:
+                if compute is not None:
+                    compute(end, order)
                 end.answer(echo(order), draft_s=0.0)
     end.close()
 
@@ -82,13 +84,7 @@ def random_bits(seed: int) -> torch.Tensor:
 
 def writes_random_probs(handle: BufferHandle) -> None:
     """Fills the probabilities with the bits that the order's sequence number seeds."""
-    end = open_draft_buffer(handle, node_id=NODE, gpu_uuid=None)
-    with contextlib.suppress(EngineUnavailable):
-        while True:
-            order = end.wait(1.0)
-            if order is not None:
-                end.probs.view(torch.int32).copy_(random_bits(order.seq))
-                end.answer(echo(order), draft_s=0.0)
+    drafts(handle, lambda end, order: end.probs.view(torch.int32).copy_(random_bits(order.seq)))
 
 
 def answers_for_another_epoch(handle: BufferHandle) -> None:
