@@ -6,7 +6,6 @@ differ only in options share a server, so that an A/B of two policies differs in
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.client import Rounds, Run, load
+from bench.client import Rounds, Run, run_load
 from bench.servers import Server
 from bench.workload import Workload, pick
 
@@ -76,8 +75,8 @@ def measure(
                 body = {"max_tokens": max_tokens} | workload.body | variant.body
                 warm_up = prompts[: min(2, len(prompts))]
                 if turn == 0:
-                    asyncio.run(load(variant.server.url, variant.server.model, warm_up, streams=1, body=body))
-                run = asyncio.run(load(variant.server.url, variant.server.model, prompts, streams=count, body=body))
+                    run_load(variant.server.url, variant.server.model, warm_up, streams=1, body=body)
+                run = run_load(variant.server.url, variant.server.model, prompts, streams=count, body=body)
                 runs[variant.name].append(run)
                 report(
                     f"{workload.name}, {count} streams, round {turn + 1}, {variant.name}: {run.tokens_per_s:.1f} tok/s"

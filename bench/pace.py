@@ -6,12 +6,12 @@ Owns which servers are started for which question, and what of the answers is pr
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 from collections.abc import Callable
 from typing import Any
 
+import uvloop
 from rich.console import Console
 
 from bench import grid, ramp, resume, servers
@@ -46,7 +46,7 @@ def _grid(options: argparse.Namespace, console: Console, report: Callable[[str],
             continue
         with paced(options.draft, wrong=wrong) as server:
             for name in mine:
-                cells += asyncio.run(_cells(server, workload_of(name, options), options, report))
+                cells += uvloop.run(_cells(server, workload_of(name, options), options, report))
                 _keep(cells, options)
     grid.show(cells, console)
     return 0
@@ -82,8 +82,8 @@ def _tax(options: argparse.Namespace, console: Console, report: Callable[[str], 
         none = stack.enter_context(servers.paceline(["--draft", "none"]))
         off = stack.enter_context(paced(options.draft))
         held = stack.enter_context(paced(options.draft, wrong=True))
-        asyncio.run(off.follow("off"))
-        asyncio.run(held.follow("goodput"))
+        uvloop.run(off.follow("off"))
+        uvloop.run(held.follow("goodput"))
         variants = [Variant("none", none), Variant("off", off.server), Variant("goodput at K = 0", held.server)]
         cells = measure(
             variants,
@@ -103,7 +103,7 @@ def _tax(options: argparse.Namespace, console: Console, report: Callable[[str], 
 def _ramp(options: argparse.Namespace, console: Console, report: Callable[[str], None]) -> int:
     levels = ramp.up_and_down(options.streams)
     with paced(options.draft) as server:
-        climbs = asyncio.run(
+        climbs = uvloop.run(
             ramp.climb(
                 server,
                 workload_of(options.workload[0], options),
@@ -121,7 +121,7 @@ def _ramp(options: argparse.Namespace, console: Console, report: Callable[[str],
 
 def _resume(options: argparse.Namespace, console: Console, report: Callable[[str], None]) -> int:
     with paced(options.draft) as server:
-        pauses = asyncio.run(
+        pauses = uvloop.run(
             resume.pause(
                 server,
                 workload_of(options.workload[0], options),

@@ -7,7 +7,6 @@ nothing else runs while one is measured. Medians over the rounds count.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ from rich.console import Console
 
 from bench import servers
 from bench.bare import bare_engine
-from bench.client import Run, load
+from bench.client import Run, run_load
 from bench.memory import read_bandwidth
 from bench.peer_report import Report, Row, as_markdown, describe_machine, plot, write
 from bench.workload import Workload, built_in, pick, read
@@ -194,7 +193,7 @@ def _sample(server: servers.Server) -> str:
 
 
 def _ask_server(server: servers.Server, prompts: Sequence[str], streams: int, body: dict[str, Any]) -> Run:
-    return asyncio.run(load(server.url, server.model, prompts, streams=streams, body=body))
+    return run_load(server.url, server.model, prompts, streams=streams, body=body)
 
 
 @contextlib.contextmanager
