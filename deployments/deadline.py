@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from deployments.http_errors import DeadlineExceeded
 from deployments.responses import Piece
 
 
-async def until(pieces: AsyncGenerator[Piece, None], *, timeout_s: float) -> AsyncGenerator[Piece, None]:
+def _nothing() -> None:
+    pass
+
+
+async def until(
+    pieces: AsyncGenerator[Piece, None], *, timeout_s: float, at_end: Callable[[], None] = _nothing
+) -> AsyncGenerator[Piece, None]:
     """Hand on what comes within `timeout_s` seconds from the first call on.
+
+    Args:
+        at_end: called once `pieces` is closed, however it ended.
 
     Raises:
         DeadlineExceeded: the answer was not complete by then; `pieces` is closed, so the engine is free.
@@ -30,7 +39,10 @@ async def until(pieces: AsyncGenerator[Piece, None], *, timeout_s: float) -> Asy
             yield piece
     finally:
         timer.cancel()
-        await pieces.aclose()
+        try:
+            await pieces.aclose()
+        finally:
+            at_end()
 
 
 class _Clock:

@@ -120,7 +120,7 @@ def _claim(request_id: str, dependencies: ApiDependencies, held: ExitStack) -> R
     return claim
 
 
-async def _run(
+def _run(
     body: ChatBody | CompletionBody, submits: Sequence[Submit], held: ExitStack, dependencies: ApiDependencies
 ) -> AsyncGenerator[Piece, None]:
     """The pieces of all answers; what the request holds is free again when they end."""
@@ -129,16 +129,11 @@ async def _run(
     for index, submit in enumerate(submits):
         choice = make_choice(body, submit, index, dependencies.codec)
         sources.append(read_pieces(client.generate(submit), choice))
-    pieces = until(
+    return until(
         sources[0] if len(sources) == 1 else merge(sources),
         timeout_s=min(body.timeout or math.inf, dependencies.timeout_s),
+        at_end=held.close,
     )
-    try:
-        async for piece in pieces:
-            yield piece
-    finally:
-        await pieces.aclose()
-        held.close()
 
 
 async def _take(pieces: AsyncGenerator[Piece, None]) -> Piece:

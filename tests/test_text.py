@@ -10,12 +10,15 @@ from itertools import pairwise
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tiny_tokenizer import byte_fallback, byte_level
 
+from deployments.choice import ChoiceStream
 from deployments.detokenizer import REPLACEMENT, ByteDetokenizer, StopChecker, TextStream, WindowDetokenizer
 from deployments.text import TextCodec
 from engine.errors import ConfigError, InvalidRequest
 from engine.model_store import resolve_model
+from engine.request import Delta
 
 TOKENIZER = byte_level()
 EOS = TOKENIZER.eos_token_id
@@ -163,6 +166,25 @@ def test_stopped_streams_count_tokens_up_to_the_one_that_completes(
     expected = next((n for n in range(len(ids) + 1) if any(stop in FAST.decode(ids[:n]) for stop in stops)), len(ids))
     assert num_tokens == expected
     assert is_stopped == any(stop in text for stop in stops)
+
+
+@settings(deadline=None)
+@given(data=st.data(), ids=token_ids, stops=st.lists(st.sampled_from(["a", "st", "op\n", "b s"]), max_size=2))
+def test_an_answer_of_text_alone_is_that_of_the_path_for_everything(
+    data: st.DataObject, ids: list[int], stops: list[str]
+) -> None:
+    """Most deltas take a shorter way; the longer one, here with a trace that nobody reads, is its twin."""
+    edges = data.draw(cuts(len(ids)))
+    short = ChoiceStream(TextStream(FAST.detokenizer(), stops))
+    long = ChoiceStream(TextStream(FAST.detokenizer(), stops), has_trace=True)
+    for start, end in pairwise(edges):
+        delta = Delta(
+            request_id="r", token_ids=tuple(ids[start:end]), finish_reason="length" if end == len(ids) else None
+        )
+        (mine,), (other,) = short.push(delta), long.push(delta)
+        assert mine == replace(other, trace=None)
+        if mine.finish_reason is not None:
+            break
 
 
 def test_a_stop_string_that_never_completes_is_shown_in_the_end() -> None:
