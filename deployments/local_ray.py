@@ -67,6 +67,11 @@ class LocalRay:
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # nothing to drain to: this is the only node
             "RAY_DISABLE_IMPORT_WARNING": "1",
             "RAY_worker_niceness": "0",  # Ray would let everything else on the machine go before the server
+            "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",  # each turn costs 2 ms of CPU
+            # Ray's accounts of itself; Paceline's metrics are its own. Together 1.4 % of a core.
+            "RAY_event_stats": "0",
+            "RAY_enable_metrics_collection": "0",
+            "RAY_task_events_report_interval_ms": "0",
         }
 
     @property
@@ -91,6 +96,7 @@ class LocalRay:
             "--ray-client-server-port": free_port(),
         }
         command = [str(ray_command), "start", "--head", "--block", "--disable-usage-stats"]
+        command += ["--include-log-monitor", "false", "--no-monitor"]  # for drivers that print, for clusters that grow
         command += ["--node-ip-address", LOOPBACK, "--dashboard-host", LOOPBACK, "--temp-dir", str(self.folder / "ray")]
         command += ["--num-cpus", str(self._num_cpus), "--object-store-memory", str(OBJECT_STORE_BYTES)]
         command += [part for name, port in ports.items() for part in (name, str(port))]

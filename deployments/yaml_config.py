@@ -108,7 +108,7 @@ def past_proxy(values: dict[str, Any], *, proxy_host: str, proxy_port: int) -> d
     More than one replica need the proxy in front of them, and so does a route prefix: then nothing changes.
 
     Args:
-        proxy_host, proxy_port: where the proxy listens instead.
+        proxy_host, proxy_port: of the proxy, should one ever be started; none is, as nobody would ask it.
     """
     (settings,) = check(values)
     changed: dict[str, Any] = yaml.safe_load(yaml.safe_dump(values))
@@ -118,6 +118,7 @@ def past_proxy(values: dict[str, Any], *, proxy_host: str, proxy_port: int) -> d
     host, port = http_address(values)
     app["args"] |= {"direct_host": host, "direct_port": port}
     changed["http_options"] = (changed.get("http_options") or {}) | {"host": proxy_host, "port": proxy_port}
+    changed["proxy_location"] = "Disabled"
     check(changed)
     return changed
 
