@@ -129,11 +129,7 @@ class PlanRing:
         """Copy the slot of `seq` out. Raises ShardDown if it cannot be what a healthy sender wrote."""
         index = seq % self._spec.num_slots
         found, kind, step_id, num_spans, width, num_rows, num_logits, _ = self._slot_words[index].tolist()
-        if (
-            self._words[: len(self._fixed)].tolist() != self._fixed
-            or found != seq
-            or kind not in (_KIND_PLAN, _KIND_END)
-        ):
+        if not self.is_ours() or found != seq or kind not in (_KIND_PLAN, _KIND_END):
             raise ShardDown(f"step plan {seq} is corrupt: slot holds number {found}, kind {kind}")
         if kind == _KIND_END:
             return step_id, None

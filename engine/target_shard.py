@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch._C._distributed_c10d import TCPStore
 
 from engine.block_pool import BlockPool
 from engine.collectives import Collectives, Group, Solo, open_store
@@ -34,7 +35,7 @@ from engine.engine import Engine
 from engine.errors import EngineError, ShardDown
 from engine.grammar import Grammars
 from engine.model_runner import ModelRunner, num_kv_blocks
-from engine.models import load_model
+from engine.models import Model, load_model
 from engine.placement import pick_device, pick_dtype, set_threads
 from engine.plan import Pacer, Plan
 from engine.plan_broadcast import PlanHandle, PlanReceiver, PlanSender, PlanSpec
@@ -85,7 +86,9 @@ class TargetShard:
         self._features_to: RemoteDrafter | None = None
         self._device = pick_device(config.device)
         self._stop = threading.Event()
+        self._store: TCPStore | None = None
         self._collectives: Collectives = Solo()
+        self._model: Model | None = None
         self._runner: ModelRunner | None = None
         self._receiver: PlanReceiver | None = None
         self._sender: PlanSender | None = None
@@ -103,8 +106,8 @@ class TargetShard:
 
     def open_rendezvous(self) -> int:
         """Port of the store in which the shards meet. Rank 0 only."""
-        self._store = open_store(size=self.config.tensor_parallel_size, master=True)
-        return int(self._store.port)
+        self._store = store = open_store(size=self.config.tensor_parallel_size, master=True)
+        return int(store.port)
 
     def load(self, rendezvous_port: int | None) -> ShardReady:
         """Meet the other shards, if any, and load this one's weights.
@@ -117,12 +120,14 @@ class TargetShard:
         set_threads(config)
         if rendezvous_port is not None:
             size = config.tensor_parallel_size
-            store = self._store if self.rank == 0 else open_store(port=rendezvous_port, size=size, master=False)
+            store = self._store
+            if store is None:
+                store = open_store(port=rendezvous_port, size=size, master=False)
             self._collectives = Group.connect(
                 rank=self.rank, size=size, store=store, device=self._device, timeout_s=PEER_TIMEOUT_S
             )
         dtype = pick_dtype(config.dtype)
-        self._model = load_model(
+        self._model = model = load_model(
             self.folder,
             dtype=dtype,
             device=self._device,
@@ -130,20 +135,21 @@ class TargetShard:
             feature_layers=self._feature_layers,
             kernel=config.forward_kernel,
         )
-        model_config = self._model.config
         num_blocks = num_kv_blocks(
-            model_config,
+            model.config,
             block_size=config.kv_block_size,
             dtype=dtype,
             device=self._device,
-            shard=self._model.shard,
+            shard=model.shard,
             kv_cache_tokens=config.kv_cache_tokens,
         )
-        max_model_len = min(config.max_model_len or model_config.max_model_len, model_config.max_model_len)
-        return ShardReady(num_blocks + 1, model_config.vocab_size, max_model_len, str(self._device))
+        max_model_len = min(config.max_model_len or model.config.max_model_len, model.config.max_model_len)
+        return ShardReady(num_blocks + 1, model.config.vocab_size, max_model_len, str(self._device))
 
     def allocate(self, num_blocks: int, max_model_len: int) -> None:
         """Make the KV cache: `num_blocks` blocks, scratch included, on every shard."""
+        if self._model is None:
+            raise EngineError("allocate before load")
         self._runner = ModelRunner(self._model, num_blocks=num_blocks, block_size=self.config.kv_block_size)
         self._max_model_len = max_model_len
 
@@ -174,10 +180,8 @@ class TargetShard:
         Returns:
             Path of the unix socket the replica connects to.
         """
-        config = self.config
-        if self._runner is None:
-            raise EngineError("listen before allocate")
-        self.pool = pool = BlockPool(self._runner.num_blocks, config.kv_block_size, prefix_cache=config.prefix_cache)
+        config, runner = self.config, self._allocated()
+        self.pool = pool = BlockPool(runner.num_blocks, config.kv_block_size, prefix_cache=config.prefix_cache)
         scheduler = Scheduler(
             pool,
             pacer=pacer,
@@ -186,7 +190,7 @@ class TargetShard:
             max_step_tokens=config.max_step_tokens,
             max_model_len=self._max_model_len,
         )
-        vocab_size = self._model.config.vocab_size
+        vocab_size = runner.model.config.vocab_size
         remote = self._make_remote()
         grammars = Grammars(lambda: load_tokenizer_info(self.folder, vocab_size))
         self.engine = engine = Engine(
@@ -206,7 +210,7 @@ class TargetShard:
                 max_rows=config.max_num_requests,
                 max_k=max(1, config.speculative.k),
                 target_vocab=vocab_size,
-                features=self._feature_shape(),
+                features=self._feature_shape(runner.model),
                 device=self._device,
                 node_id=self._node_id,
                 in_loop=engine.call,
@@ -229,7 +233,7 @@ class TargetShard:
         Raises:
             ShardDown: a peer is gone; nothing can be computed any more.
         """
-        set_threads(self.config, own_threads=self._model.own_threads)
+        set_threads(self.config, own_threads=self._allocated().model.own_threads)
         if self.rank > 0:
             self._follow()
             return
@@ -250,13 +254,14 @@ class TargetShard:
         self._stop.set()
 
     def _follow(self) -> None:
-        if self._receiver is None or self._runner is None:
+        runner = self._allocated()
+        if self._receiver is None:
             raise EngineError("run before follow")
         try:
             while not self._stop.is_set() and not self._receiver.closed:
                 received = self._receiver.receive(0.5)
                 if received is not None:
-                    self._runner.forward(received[1])
+                    runner.forward(received[1])
         finally:
             self._receiver.close()
 
@@ -266,25 +271,29 @@ class TargetShard:
         Raises:
             ShardDown: a shard does not answer.
         """
-        if self._runner is None:
-            raise EngineError("forward before allocate")
+        runner = self._allocated()
         if self._sender is not None:
             if self._num_forwards == 0:
                 self._sender.wait_open(PEER_TIMEOUT_S)
             self._num_forwards += 1
             self._sender.send(self._num_forwards, plan, deadline_s=PEER_TIMEOUT_S)
-        logits = self._runner.forward(plan)
+        logits = runner.forward(plan)
         if self._device.type == "cuda":  # the host needs them next anyway, and the time of a forward is its own
             torch.cuda.current_stream().synchronize()
         if logits is None:
             raise ShardDown("rank 0 got no logits")
-        if self._features_to is not None and self._runner.features is not None:
-            self._features_to.write_features(self._runner.features, plan.q_lens)
+        if self._features_to is not None and runner.features is not None:
+            self._features_to.write_features(runner.features, plan.q_lens)
         return logits
 
-    def _feature_shape(self) -> FeatureShape:
-        width = len(self._feature_layers) * self._model.config.hidden_size
-        return FeatureShape(width, self._model.dtype.itemsize, self.config.max_step_tokens)
+    def _allocated(self) -> ModelRunner:
+        if self._runner is None:
+            raise EngineError("this shard has no KV cache yet; allocate comes first")
+        return self._runner
+
+    def _feature_shape(self, model: Model) -> FeatureShape:
+        width = len(self._feature_layers) * model.config.hidden_size
+        return FeatureShape(width, model.dtype.itemsize, self.config.max_step_tokens)
 
     def _make_remote(self) -> RemoteDrafter | None:
         """The way to the model of another process, where the method has one."""
