@@ -19,6 +19,7 @@ from bench.meter import Meter, Window, add_errors, quantile
 from bench.paced_server import PacedServer
 from bench.streams import Streams
 from bench.workload import Workload
+from engine.errors import EngineUnavailable
 
 STATIC = ("off", "fixed")
 """Beginnings of the names of policies that never look at the load."""
@@ -93,6 +94,12 @@ async def run_cells(
                 for policy in turned(policies, turn):
                     await server.follow(policy)
                     window = await meter.over(seconds)
+                    if not window.tokens_per_s:
+                        first = f", first: {load.errors[0]}" if load.errors else ""
+                        raise EngineUnavailable(
+                            f"{workload.name}, {count} streams, {policy}: the server made no token in {seconds:g} s; "
+                            f"{len(load.errors)} requests failed{first}"
+                        )
                     windows[policy].append(window)
                     report(
                         f"{workload.name}, {count} streams, round {turn + 1}, {policy}: "
