@@ -235,9 +235,7 @@ def test_a_missing_gguf_is_refused(tmp_path: Path) -> None:
         convert_embedded(tmp_path / "gone.gguf", tmp_path, progress=False)
 
 
-@settings(
-    max_examples=300, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=300, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damaged_bytes_end_in_config_error(data: st.DataObject, tiny_gguf: Path, tmp_path: Path) -> None:
     """Cut, flipped, or with a huge number written anywhere: refused or read, never a crash."""
