@@ -106,6 +106,12 @@ def test_one_replica_listens_itself_and_more_do_not() -> None:
     assert changed == values
 
 
+def test_no_proxy_runs_where_nobody_would_ask_it() -> None:
+    values = yaml_config.load(yaml_config.DEFAULT_FILE)
+    assert yaml_config.past_proxy(values, proxy_host=LOOPBACK, proxy_port=1234)["proxy_location"] == "Disabled"
+    assert values["proxy_location"] == "EveryNode"
+
+
 def test_a_door_to_the_world_needs_keys() -> None:
     values = yaml_config.load(yaml_config.DEFAULT_FILE)
     values["applications"][0]["args"] |= {"direct_port": 9000, "direct_host": "0.0.0.0"}
