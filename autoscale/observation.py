@@ -45,17 +45,17 @@ class Aggregator:
     """Collects step stats between two reports. `add` and `take` may run in different threads.
 
     Args:
-        plain_s: predicts how long a step would have taken without drafts, seconds.
+        plain_s: how long the step added next is predicted to have taken without its drafts, seconds.
         method: of drafting.
     """
 
-    def __init__(self, plain_s: Callable[[StepStats], float] | None = None, method: Method = "none") -> None:
+    def __init__(self, plain_s: Callable[[], float] | None = None, method: Method = "none") -> None:
         self._stats: deque[tuple[StepStats, float]] = deque()
         self._plain_s = plain_s
         self._method = method
 
     def add(self, stats: StepStats) -> None:
-        self._stats.append((stats, self._plain_s(stats) if self._plain_s is not None else 0.0))
+        self._stats.append((stats, self._plain_s() if self._plain_s is not None else 0.0))
 
     def take(self) -> Observation:
         """Everything since the last call."""

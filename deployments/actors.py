@@ -71,7 +71,7 @@ class ShardActor(ProcessMixin, TargetShard):
         self._costs = TableCache(cache_folder() / "costs", self._identity())
         self._goodput = make_goodput(speculative.method, speculative.k, self._first_costs(), lookup=speculative.lookup)
         slot = PlanSlot(initial_plan(speculative))
-        aggregator = Aggregator(self._plain_s, speculative.method)
+        aggregator = Aggregator(lambda: self._goodput.cost.plain_s, speculative.method)
         self._slot = slot
         self._outlook = outlook = Outlook(self._goodput)
         self._asked_s, self._emitted = time.monotonic(), 0.0
@@ -113,10 +113,6 @@ class ShardActor(ProcessMixin, TargetShard):
             tokens_per_s=rate,
             tpot_s=self._outlook.tpot_s(self._slot.current),
         )
-
-    def _plain_s(self, stats: StepStats) -> float:
-        """What this step, the last that the policy observed, would have taken without drafts."""
-        return self._goodput.cost.plain_s
 
     def attach_measured_draft(self, timeout_s: float) -> None:
         """`attach_draft`, and time the draft first."""
