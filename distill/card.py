@@ -56,7 +56,7 @@ def draw_curves(jsonl: Path, png: Path) -> bool:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    lines = [json.loads(line) for line in jsonl.read_text().splitlines()] if jsonl.exists() else []
+    lines = _curves(jsonl)
     if not lines:
         return False
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
@@ -76,7 +76,7 @@ def draft_card(
     draft: EagleDraft | SmallDraft, args: argparse.Namespace, work: Path, result: Mapping[str, Acceptance]
 ) -> str:
     """The README of a draft folder: what it is, how it was made, what it gives."""
-    lines = [json.loads(line) for line in (work / "curves.jsonl").read_text().splitlines()]
+    lines = _curves(work / "curves.jsonl")
     read, seconds = (lines[-1]["tokens"], lines[-1]["seconds"]) if lines else (0, 0.0)
     options = {
         k: str(v) for k, v in vars(args).items() if k not in ("run", "action", "out") and v not in (None, [], False)
@@ -101,3 +101,8 @@ def draft_card(
         ]
     text += [f"| {k} | {a.first:.2f} | {a.tokens_per_step:.2f} | {a.sampled[0]:.2f} |" for k, a in result.items()]
     return "\n".join(text) + "\n"
+
+
+def _curves(jsonl: Path) -> list[dict[str, Any]]:
+    """The lines written while training; none where nothing was trained."""
+    return [json.loads(line) for line in jsonl.read_text().splitlines()] if jsonl.exists() else []

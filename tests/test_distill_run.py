@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from distill.data import token_mass
 from distill.decoder import FrozenTarget
@@ -126,3 +127,26 @@ def test_the_command_makes_and_compares_drafts(tmp_path: Path) -> None:
     assert figures["qa"]["num_answers"] == 2
     assert len(figures["all"]["per_position"]) == 5
     assert 1.0 <= figures["all"]["tokens_per_step"] <= 6.0
+
+
+def test_a_draft_is_cut_to_fewer_tokens_without_training(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    folder = write_target(tmp_path / "target", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(folder)
+    parser = argparse.ArgumentParser()
+    add_distill_parser(parser.add_subparsers())
+    common = f"distill run {folder} --chat-share 1 --generate 3000 --max-len 64 --slots 8 --dtype float32 --device cpu"
+    for more in (
+        f"--out {tmp_path}/wide --draft-vocab 128 --tokens 1000 --unroll 1 --batch-tokens 512",
+        f"--out {tmp_path}/cut --draft-vocab 64 --tokens 0 --start-from {tmp_path}/wide",
+    ):
+        args = parser.parse_args(f"{common} {more}".split())
+        assert args.run(args) == 0
+    wide, cut = (load_file(tmp_path / name / "model.safetensors") for name in ("wide", "cut"))
+    assert len(cut["draft_vocab"]) == 64
+    assert torch.equal(cut["eagle.fuse.weight"], wide["eagle.fuse.weight"])
+    shared = [token for token in cut["draft_vocab"].tolist() if token in wide["draft_vocab"].tolist()]
+    assert len(shared) > 48
+    for token in shared:
+        rows = [each["lm_head.weight"][each["draft_vocab"].tolist().index(token)] for each in (wide, cut)]
+        assert torch.equal(*rows)
