@@ -79,6 +79,10 @@ class Curves:
         self._least = np.array(least)
         size = np.maximum(self.state, self._least)
         self._covariance = level**2 * size[:, None] * size + np.diag(np.array(doubt) ** 2)
+        self.publish()
+
+    def publish(self) -> None:
+        """Let every curve take over what was learnt."""
         for curve in self._curves:
             curve.publish()
 
@@ -96,7 +100,7 @@ class Curves:
         size = np.maximum(state, self._least)
         drift = COMMON_DRIFT * size
         covariance += drift[:, None] * drift
-        np.einsum("ii->i", covariance)[:] += (OWN_DRIFT * size) ** 2
+        covariance.flat[:: len(size) + 1] += (OWN_DRIFT * size) ** 2  # its diagonal
         expected = float(features @ state)
         shared = covariance @ features
         scale = max(expected, min(seen_s, 4 * expected), SMALLEST_S)
@@ -107,8 +111,6 @@ class Curves:
         state += gain * residual
         covariance -= gain[:, None] * shared
         np.maximum(state, 0.0, out=state)
-        for curve in self._curves:
-            curve.publish()
         return float(abs(residual) / scale)
 
 
@@ -147,6 +149,7 @@ class Curve:
         off = self._curves.learn(features, seen_s, self._noise)
         self._noise = max(LEAST_NOISE, self._noise + NOISE_RATE * (min(MOST_NOISE, off) - self._noise))
         self._restore_order(low if share < 0.5 else low + 1)
+        self._curves.publish()
 
     def publish(self) -> None:
         """Take over what was learnt."""
@@ -161,7 +164,6 @@ class Curve:
         below = values[anchor::-1]
         np.minimum.accumulate(below, out=below)
         state[self._part.stop] = min(state[self._part.stop], self._most_rate)
-        self.publish()
 
     def _place(self, x: float) -> tuple[int, float]:
         low = min(max(bisect_right(self._knots, x) - 1, 0), len(self._knots) - 2)

@@ -55,7 +55,10 @@ class FreeDrafts:
 
     def observe(self, outcomes: Sequence[RowOutcome], ended: Sequence[int]) -> None:
         """Learn from what became of them."""
-        found = [outcome for outcome in outcomes if outcome.source == "lookup"]
-        for number, acceptance in enumerate(self._acceptance):
-            acceptance.observe([outcome for outcome in found if match_class(outcome.match_len) == number])
+        found: list[list[RowOutcome]] = [[] for _ in self._acceptance]
+        for outcome in outcomes:
+            if outcome.source == "lookup":
+                found[match_class(outcome.match_len)].append(outcome)
+        for acceptance, own in zip(self._acceptance, found, strict=True):
+            acceptance.observe(own)
             acceptance.forget(ended)

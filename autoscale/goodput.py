@@ -107,12 +107,12 @@ class Goodput:
             return [_OFF] * len(decodes)
         if plan.priors is not self._priors:
             self._priors = plan.priors
-            self._believe(plan.priors)
+            self.acceptance.believe([prior for prior in plan.priors if prior.method == self._method])
         best, plain_s, prompts_s = self._best(decodes, width, num_prefill_rows)
         gain = best.goodput * plain_s / len(decodes)
         worth_probing = self.toggle.is_on or self._could_pay(len(decodes), plain_s, num_prefill_rows)
         mode = self.toggle.decide(
-            gain, self._now_s, worth_probing=worth_probing, has_free_drafts=any(max(ks) for ks in self._free_ks)
+            gain, self._now_s, worth_probing=worth_probing, has_free_drafts=any(map(any, self._free_ks))
         )
         chosen = best if mode == "on" else Allocation(best.ks * 0, float(len(decodes)), plain_s)
         self.predicted = replace(chosen, seconds=chosen.seconds + prompts_s)
@@ -176,9 +176,6 @@ class Goodput:
             self._known[outcome.key] = outcome.num_tokens
         for key in stats.ended:
             self._known.pop(key, None)
-
-    def _believe(self, priors: Sequence[Prior]) -> None:
-        self.acceptance.believe([prior for prior in priors if prior.method == self._method])
 
     def _best(self, decodes: Sequence[Request], width: int, num_prefill_rows: int) -> tuple[Allocation, float, float]:
         """The best allocation, the duration of the step without drafts and prompts, and what the prompts add.

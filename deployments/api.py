@@ -66,10 +66,8 @@ def build_api(dependencies: ApiDependencies | None = None, access: Access | None
     app.add_api_route("/health", _health, methods=["GET"])
     app.add_api_route("/v1/models", _list_models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", _get_model, methods=["GET"])
-    for (
-        path,
-        route,
-    ) in POST_ROUTES.items():  # they read their bodies themselves, so FastAPI's way of doing it is skipped
+    # These read their bodies themselves, so FastAPI's way of doing it is skipped.
+    for path, route in POST_ROUTES.items():
         app.add_route(path, route, methods=["POST"])
     app.add_api_route("/openapi.json", _openapi, methods=["GET"])
     app.state.dependencies = dependencies
