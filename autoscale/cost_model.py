@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,8 @@ RATE = 0.02
 """Share of a residual that one step corrects in what is a single number."""
 CLIP = 3.0
 """Residuals beyond this many times the usual one count as so many."""
+ALIKE_STEPS = 4
+"""So many plain steps of one size in a row teach once, by their mean: nothing else is new about them."""
 MAX_CONTEXT_RATE = 1e-4
 """Seconds per cached token; far above any machine."""
 
@@ -55,6 +58,7 @@ class CostModel:
 
     def __init__(self, table: CostTable, *, measured: bool = True) -> None:
         self._usual: dict[str, float] = {}
+        self._alike: list[StepStats] = []
         self._errors: deque[float] = deque(maxlen=512)
         self.predicted_s = 0.0
         """Duration that was expected of the step observed last."""
@@ -120,13 +124,27 @@ class CostModel:
         self.plain_s = self.step_s(stats.num_rows - stats.num_drafted, stats.context_len)
         if stats.step_s > 0:
             self._errors.append(abs(predicted - stats.step_s) / stats.step_s)
-        self._verify.learn(stats.num_rows, stats.verify_s, num_units=stats.context_len)
+        self._learn_verify(stats)
         if depth > 0 or stats.num_fed > 0:
             self._pass.learn(max(1, batch), stats.draft_s, num_units=stats.num_fed, times=depth)
             handoff = self._clipped("handoff", stats.handoff_s - self._handoff_s)
             self._handoff_s = max(0.0, self._handoff_s + RATE * handoff)
         rest = stats.step_s - stats.verify_s - stats.draft_s - stats.handoff_s
         self._overhead_s = max(0.0, self._overhead_s + RATE * self._clipped("rest", rest - self._overhead_s))
+
+    def _learn_verify(self, stats: StepStats) -> None:
+        alike = self._alike
+        if alike and alike[0].num_rows != stats.num_rows:
+            self._learn_alike()
+        alike.append(stats)
+        if stats.num_drafted or len(alike) == ALIKE_STEPS:
+            self._learn_alike()
+
+    def _learn_alike(self) -> None:
+        alike = self._alike
+        seconds, context = fmean([each.verify_s for each in alike]), fmean([each.context_len for each in alike])
+        self._verify.learn(alike[0].num_rows, seconds, num_units=context)
+        alike.clear()
 
     def error(self) -> tuple[float, float]:
         """Relative error of the last predictions against what was measured: median and 95th percentile."""

@@ -26,8 +26,10 @@ PROBE_REQUESTS = 2
 PROBE_K = 2
 CATCH_UP_STEPS = 64
 """Steps over which the price of letting the draft read what it missed is spread."""
-LOOK_AROUND_STEPS = 32
-REPRICE_STEPS = 8
+KEPT_STEPS = 4
+"""So long a choice holds while the batch stays the same: choosing takes time from the steps."""
+LOOK_AROUND_CHOICES = 8
+REPRICE_CHOICES = 2
 PRICED_ROWS = 4
 """Over so many rows the price of one is taken."""
 DEFAULT_TOGGLE = ToggleParams()
@@ -89,6 +91,9 @@ class Goodput:
         self._missed = 0.0
         self._price = 0.0
         self._free_ks: list[tuple[int, ...]] = []
+        self._kept: Sequence[Choice] = ()
+        self._kept_for: tuple[Plan, Sequence[int], int] | None = None
+        self._kept_steps = 0
         self._made: dict[tuple[int, int], Choice] = {}  # choices at these prices, by id of the bare one and kind
         self._priors: tuple[Prior, ...] = ()
         self._known: dict[int, int] = {}  # request key -> tokens the draft has read
@@ -105,6 +110,18 @@ class Goodput:
         width = min(plan.max_k, self._max_k)
         if not decodes or width == 0:
             return [_OFF] * len(decodes)
+        place = (plan, [request.key for request in decodes], num_prefill_rows)
+        if self._kept_steps > 0 and place == self._kept_for:
+            self._kept_steps -= 1
+        else:
+            self._kept, self._kept_steps = self._choose(plan, decodes, num_prefill_rows, width)
+            self._kept_for = place
+        return self._kept
+
+    def _choose(
+        self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int, width: int
+    ) -> tuple[Sequence[Choice], int]:
+        """A choice, and for how many more steps it holds if nothing changes."""
         if plan.priors is not self._priors:
             self._priors = plan.priors
             self.acceptance.believe([prior for prior in plan.priors if prior.method == self._method])
@@ -116,7 +133,7 @@ class Goodput:
         )
         chosen = best if mode == "on" else Allocation(best.ks * 0, float(len(decodes)), plain_s)
         self.predicted = replace(chosen, seconds=chosen.seconds + prompts_s)
-        if self._num_choices % REPRICE_STEPS == 0 or not self._made:
+        if self._num_choices % REPRICE_CHOICES == 0 or not self._made:
             self._reprice(best, len(decodes) + num_prefill_rows, width, max(chosen.goodput, len(decodes) / plain_s))
         if mode == "on":
             bare = [_CHOICES[k] for k in best.ks.tolist()]
@@ -125,7 +142,8 @@ class Goodput:
         made = self._made
         # A bare choice is one of this module's constants, so its id names it for good.
         places = zip(bare, self._batch.kind_list, strict=True)
-        return [made.get((id(choice), kind)) or self._complete(choice, kind) for choice, kind in places]
+        choices = [made.get((id(choice), kind)) or self._complete(choice, kind) for choice, kind in places]
+        return choices, KEPT_STEPS - 1 if mode in ("on", "off") else 0
 
     def _unless_on(self, mode: Mode, decodes: Sequence[Request], width: int, *, worth_probing: bool) -> list[Choice]:
         if mode == "look":
@@ -211,7 +229,7 @@ class Goodput:
         The latter is also when slow facts are looked up again: kinds, caps, and what the draft has not read.
         """
         self._num_choices += 1
-        if keys == self._batch.keys and self._num_choices % LOOK_AROUND_STEPS:
+        if keys == self._batch.keys and self._num_choices % LOOK_AROUND_CHOICES:
             depth = min(width, self._depth)
             return (
                 range(max(1, depth - 1), depth + 1)

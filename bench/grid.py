@@ -1,7 +1,7 @@
 """Policies against each other in every cell of streams x workload, on one server under a load that never stops.
 
-Owns the order: in each round every policy has its window, in an order that turns from round to round. Figures are
-medians over rounds, ratios are within a cell. Does not start servers.
+Owns the order: in each round every policy has its window, in an order that turns from round to round, and is asked the
+same prompts. Figures are medians over rounds, ratios are within a cell. Does not start servers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.errors import EngineUnavailable
 STATIC = ("off", "fixed")
 """Beginnings of the names of policies that never look at the load."""
 FIRST_S, PER_STREAM_S = 2.0, 0.15
-"""After a load begins: until the first prompts are computed."""
+"""After a load begins: until its prompts are computed."""
 KEPT_OF_BEST, KEPT_OF_OFF = 0.97, 0.98
 """What `goodput` has to reach in every cell, of the best static policy and of not drafting."""
 
@@ -86,12 +86,14 @@ async def run_cells(
     """All cells of one workload; `seconds` per policy and round. Raises EngineUnavailable when the server fails."""
     cells = []
     async with Meter(server.targets) as meter, Streams(server.server, workload, body=body) as load:
+        await load.resize(max(streams))  # until the prompts are in the prefix cache
+        await asyncio.sleep(warm_s(max(streams)))
         for count in streams:
             windows: dict[str, list[Window]] = {policy: [] for policy in policies}
             await load.resize(count)
-            await asyncio.sleep(warm_s(count))
             for turn in range(rounds):
                 for policy in turned(policies, turn):
+                    await load.restart(turn)
                     await server.follow(policy)
                     window = await meter.over(seconds)
                     if not window.tokens_per_s:

@@ -35,7 +35,7 @@ class Streams:
         self._server = server
         self._workload = workload
         self._body = body
-        self._prompts = _forever(workload, seed)
+        self._restart(seed)
         self._tasks: list[asyncio.Task[None]] = []
         self._session: aiohttp.ClientSession | None = None
         self.errors: list[str] = []
@@ -62,19 +62,39 @@ class Streams:
             task.cancel()
         await asyncio.gather(*over, return_exceptions=True)
 
+    async def restart(self, seed: int) -> None:
+        """The same number of streams anew, from the first prompt in the order of this seed.
+
+        So several policies are asked the same. The first answer of each stream ends early, one sooner, one later, as if
+        the load had gone on for long: streams that start together would otherwise end together.
+        """
+        number = len(self._tasks)
+        await self.resize(0)
+        self._restart(seed)
+        await self.resize(number)
+
+    def _restart(self, seed: int) -> None:
+        self._prompts = _forever(self._workload, seed)
+        self._chance = random.Random(seed)
+
     async def _run(self) -> None:
+        share: float | None = self._chance.random()
         for prompt in self._prompts:
             try:
-                await self._ask(prompt)
+                await self._ask(prompt, share)
+                share = None
             except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                 self.errors.append(f"{type(error).__name__}: {error}"[:300])
                 await asyncio.sleep(RETRY_PAUSE_S)
 
-    async def _ask(self, prompt: str) -> None:
+    async def _ask(self, prompt: str, share: float | None) -> None:
+        """Raises what went wrong. `share` of the longest answer is enough, where it is given."""
         if self._session is None:
             raise ValueError("the load is not entered")
         request = {"model": self._server.model, "messages": [{"role": "user", "content": prompt}], "stream": True}
         body = request | self._workload.body | self._body
+        if share is not None and "max_tokens" in body:
+            body["max_tokens"] = max(1, round(share * body["max_tokens"]))
         async with self._session.post(f"{self._server.url}/chat/completions", json=body) as response:
             if response.status != 200:
                 raise ValueError(f"{response.status}: {(await response.text())[:200]}")

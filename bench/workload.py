@@ -84,18 +84,23 @@ def built_in() -> dict[str, Workload]:
     return known
 
 
+MT_BENCH = frozenset(("coding", "extraction", "humanities", "math", "reasoning", "roleplay", "stem", "writing"))
+"""Categories of few prompts each, which `mt_bench` stands for."""
+
+
 def read(path: Path, *, category: str | None = None) -> Workload:
-    """Greedy answers to the prompts of a file.
+    """Greedy answers to the prompts of a file, or of one category of it, or of `mt_bench`.
 
     Raises:
         ConfigError: the file cannot be read or holds no prompt.
     """
+    categories = MT_BENCH if category == "mt_bench" else {category}
     try:
         lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
         prompts = tuple(
             line["turns"][0] if "turns" in line else line["prompt"]
             for line in lines
-            if category is None or line.get("category") == category
+            if category is None or line.get("category") in categories
         )
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ConfigError(f"{path}: not a prompt file ({type(error).__name__}: {error})") from None
