@@ -21,7 +21,7 @@ from engine.plan import Prior
 from engine.request import WORKLOADS, WorkloadClass
 from engine.step import RowOutcome
 
-PRIOR_STRENGTH = 8.0
+PRIOR_STRENGTH = 4.0
 """Observations that the prior of a position is worth."""
 REQUEST_STRENGTH = 4.0
 """Expected acceptances that the belief in an average request is worth."""

@@ -26,10 +26,9 @@ PROBE_REQUESTS = 2
 PROBE_K = 2
 CATCH_UP_STEPS = 64
 """Steps over which the price of letting the draft read what it missed is spread."""
-KEPT_STEPS = 4
+KEPT_STEPS = 8
 """So long a choice holds while the batch stays the same: choosing takes time from the steps."""
-LOOK_AROUND_CHOICES = 8
-REPRICE_CHOICES = 2
+LOOK_AROUND_CHOICES = 4
 PRICED_ROWS = 4
 """Over so many rows the price of one is taken."""
 DEFAULT_TOGGLE = ToggleParams()
@@ -133,8 +132,7 @@ class Goodput:
         )
         chosen = best if mode == "on" else Allocation(best.ks * 0, float(len(decodes)), plain_s)
         self.predicted = replace(chosen, seconds=chosen.seconds + prompts_s)
-        if self._num_choices % REPRICE_CHOICES == 0 or not self._made:
-            self._reprice(best, len(decodes) + num_prefill_rows, width, max(chosen.goodput, len(decodes) / plain_s))
+        self._reprice(best, len(decodes) + num_prefill_rows, width, max(chosen.goodput, len(decodes) / plain_s))
         if mode == "on":
             bare = [_CHOICES[k] for k in best.ks.tolist()]
         else:
