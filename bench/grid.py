@@ -79,13 +79,13 @@ async def run_cells(
     streams: Sequence[int],
     rounds: int,
     seconds: float,
-    body: dict[str, Any],
+    max_tokens: int,
     report: Callable[[str], None],
     warm_s: Callable[[int], float] = lambda count: FIRST_S + PER_STREAM_S * count,
 ) -> list[GridCell]:
     """All cells of one workload; `seconds` per policy and round. Raises EngineUnavailable when the server fails."""
     cells = []
-    async with Meter(server.targets) as meter, Streams(server.server, workload, body=body) as load:
+    async with Meter(server.targets) as meter, Streams(server.server, workload, max_tokens=max_tokens) as load:
         await load.resize(max(streams))  # until the prompts are in the prefix cache
         await asyncio.sleep(warm_s(max(streams)))
         for count in streams:

@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import json
 from collections.abc import Callable
-from typing import Any
 
 import uvloop
 from rich.console import Console
@@ -70,7 +69,7 @@ async def _cells(
         streams=options.streams,
         rounds=options.rounds,
         seconds=options.seconds,
-        body=_body(options),
+        max_tokens=options.max_tokens,
         report=report,
     )
 
@@ -111,7 +110,7 @@ def _ramp(options: argparse.Namespace, console: Console, report: Callable[[str],
                 levels=levels,
                 rounds=options.rounds,
                 seconds=options.seconds,
-                body=_body(options),
+                max_tokens=options.max_tokens,
                 report=report,
             )
         )
@@ -129,7 +128,7 @@ def _resume(options: argparse.Namespace, console: Console, report: Callable[[str
                 rounds=options.rounds,
                 pause_s=options.resume,
                 steady_s=options.seconds,
-                body=_body(options),
+                max_tokens=options.max_tokens,
                 report=report,
             )
         )
@@ -142,10 +141,6 @@ _ACTIONS: dict[str, Callable[[argparse.Namespace, Console, Callable[[str], None]
     "ramp": _ramp,
     "resume": _resume,
 }
-
-
-def _body(options: argparse.Namespace) -> dict[str, Any]:
-    return {"max_tokens": options.max_tokens}
 
 
 def workload_of(name: str, options: argparse.Namespace) -> Workload:

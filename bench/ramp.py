@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -46,13 +45,13 @@ async def climb(
     levels: Sequence[int],
     rounds: int,
     seconds: float,
-    body: dict[str, Any],
+    max_tokens: int,
     report: Callable[[str], None],
     first_s: float = FIRST_S,
 ) -> list[Climb]:
     """Every policy, `rounds` times; `seconds` per level, beside the time that new streams need to get going."""
     climbs = []
-    async with Meter(server.targets) as meter, Streams(server.server, workload, body=body) as load:
+    async with Meter(server.targets) as meter, Streams(server.server, workload, max_tokens=max_tokens) as load:
         for turn in range(rounds):
             for policy in turned(policies, turn):
                 await server.follow(policy)

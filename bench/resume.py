@@ -10,7 +10,6 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from bench.grid import FIRST_S, PER_STREAM_S
 from bench.meter import Meter, Window
@@ -40,14 +39,14 @@ async def pause(
     rounds: int,
     pause_s: float,
     steady_s: float,
-    body: dict[str, Any],
+    max_tokens: int,
     report: Callable[[str], None],
     wanted: int = WANTED_DRAFTED,
     first_s: float = FIRST_S,
 ) -> list[Pause]:
     """`rounds` times: draft for `steady_s`, pause for `pause_s`, then the next `wanted` drafted tokens."""
     pauses = []
-    async with Meter(server.targets) as meter, Streams(server.server, workload, body=body) as load:
+    async with Meter(server.targets) as meter, Streams(server.server, workload, max_tokens=max_tokens) as load:
         await load.resize(streams)
         await asyncio.sleep(first_s + PER_STREAM_S * streams)
         for turn in range(rounds):

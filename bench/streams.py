@@ -10,7 +10,6 @@ import asyncio
 import random
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
 
 import aiohttp
 
@@ -27,14 +26,14 @@ class Streams:
     Args:
         server: where to ask.
         workload: prompts, in a random order that depends on the seed alone, again and again.
-        body: merged into every request after the workload's own options.
+        max_tokens: of every answer.
         seed: of the order.
     """
 
-    def __init__(self, server: Server, workload: Workload, *, body: dict[str, Any], seed: int = 0) -> None:
+    def __init__(self, server: Server, workload: Workload, *, max_tokens: int, seed: int = 0) -> None:
         self._server = server
         self._workload = workload
-        self._body = body
+        self._max_tokens = max_tokens
         self._restart(seed)
         self._tasks: list[asyncio.Task[None]] = []
         self._session: aiohttp.ClientSession | None = None
@@ -91,10 +90,13 @@ class Streams:
         """Raises what went wrong. `share` of the longest answer is enough, where it is given."""
         if self._session is None:
             raise ValueError("the load is not entered")
-        request = {"model": self._server.model, "messages": [{"role": "user", "content": prompt}], "stream": True}
-        body = request | self._workload.body | self._body
-        if share is not None and "max_tokens" in body:
-            body["max_tokens"] = max(1, round(share * body["max_tokens"]))
+        request = {
+            "model": self._server.model,
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": self._max_tokens if share is None else max(1, round(share * self._max_tokens)),
+            "stream": True,
+        }
+        body = request | self._workload.body
         async with self._session.post(f"{self._server.url}/chat/completions", json=body) as response:
             if response.status != 200:
                 raise ValueError(f"{response.status}: {(await response.text())[:200]}")

@@ -105,7 +105,7 @@ def test_the_grid_measures_each_policy_in_turns(pretended: tuple[PretendedServer
             streams=[2],
             rounds=2,
             seconds=1.0,
-            body={},
+            max_tokens=64,
             report=lambda _: None,
             warm_s=lambda _: 0.1,
         )
@@ -130,7 +130,7 @@ def test_the_ramp_goes_up_and_down_and_sees_drafting_come_back(
         "levels": levels,
         "rounds": 1,
         "seconds": 0.3,
-        "body": {},
+        "max_tokens": 64,
         "report": lambda _: None,
         "first_s": 0.1,
     }
@@ -148,7 +148,7 @@ def test_a_pause_is_compared_with_no_pause(pretended: tuple[PretendedServer, Pac
         "rounds": 1,
         "pause_s": 1.0,
         "steady_s": 1.0,
-        "body": {},
+        "max_tokens": 64,
         "wanted": 50,
         "first_s": 0.1,
     }

@@ -44,7 +44,7 @@ def test_a_second_replica_comes_with_the_load_and_goes_with_it(tmp_path: Path) -
 async def under_load(server: Server, targets: Path) -> None:
     """Until both replicas have served."""
     endpoint = Endpoint(f"{server.url}/v1", "smollm2")
-    async with Streams(endpoint, built_in()["chat"], body={"max_tokens": 64}) as load:
+    async with Streams(endpoint, built_in()["chat"], max_tokens=64) as load:
         await load.resize(STREAMS)
         await asyncio.to_thread(wait_for, lambda: len(replicas(targets)) == 2, "a second replica comes")
         await load.resize(0)
