@@ -50,7 +50,6 @@ class PretendedServer:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         self.count()
         self.running += 1
-        self.most = max(self.most, self.running)
         response = web.StreamResponse()
         try:
             await response.prepare(request)
@@ -71,6 +70,7 @@ class PretendedServer:
 
     async def metrics(self, request: web.Request) -> web.Response:
         self.count()
+        self.most = max(self.most, self.running)  # here and not above: streams that hung up are noticed a little later
         lines = [
             f"paceline_emitted_tokens_total {self.tokens}",
             f"paceline_verdicts_total {self.tokens / 2}",
