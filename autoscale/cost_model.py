@@ -21,7 +21,7 @@ from engine.step import StepStats
 ROW_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 BATCH_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 RATE = 0.02
-"""Share of a residual that one step corrects in what is a single number."""
+"""Share of a residual that one step corrects in what is a single number; the first steps correct more."""
 CLIP = 3.0
 """Residuals beyond this many times the usual one count as so many."""
 ALIKE_STEPS = 4
@@ -35,7 +35,7 @@ class CostTable:
     """The numbers of a cost model, as they are cached on disk and written for simulated hardware."""
 
     verify_s: tuple[float, ...]
-    """Target forward at each of ROW_KNOTS rows and no context."""
+    """Target forward, and the judgement of its rows, at each of ROW_KNOTS rows and no context."""
     pass_s: tuple[float, ...]
     """One draft pass at each of BATCH_KNOTS sequences; 0 for methods that compute nothing."""
     context_s: float = 0.0
@@ -43,9 +43,9 @@ class CostTable:
     feed_s: float = 0.0
     """Per committed token that the draft has to read."""
     handoff_s: float = 0.0
-    """Once per step that drafts: there and back."""
+    """What asking the draft adds to a step beside its passes: packing, there and back, counting."""
     overhead_s: float = 0.0
-    """Once per step: scheduling, sampling, publishing."""
+    """Once per step: scheduling, committing, publishing."""
 
 
 class CostModel:
@@ -58,6 +58,7 @@ class CostModel:
 
     def __init__(self, table: CostTable, *, measured: bool = True) -> None:
         self._usual: dict[str, float] = {}
+        self._num_seen: dict[str, int] = {}
         self._alike: list[StepStats] = []
         self._errors: deque[float] = deque(maxlen=512)
         self.predicted_s = 0.0
@@ -82,7 +83,7 @@ class CostModel:
         self._overhead_s = table.overhead_s
 
     def verify_s(self, rows: float, context: float) -> float:
-        """Target forward over `rows` rows with `context` cached tokens in all."""
+        """Target forward and judgement over `rows` rows with `context` cached tokens in all."""
         return self._verify.at(rows) + self._verify.rate * context
 
     def added_rows_s(self, rows: int, count: int) -> npt.NDArray[np.float64]:
@@ -94,7 +95,7 @@ class CostModel:
         return self._pass.at(batch)
 
     def draft_s(self, batch: float, depth: float, feed: float = 0.0) -> float:
-        """All of drafting: `depth` passes, `feed` committed tokens to read first, and the way there and back."""
+        """All of drafting: `depth` passes, `feed` committed tokens to read first, and what asking adds."""
         return self._handoff_s + depth * self.pass_s(batch) + feed * self.feed_s
 
     @property
@@ -125,12 +126,12 @@ class CostModel:
         if stats.step_s > 0:
             self._errors.append(abs(predicted - stats.step_s) / stats.step_s)
         self._learn_verify(stats)
+        rest = stats.step_s - stats.target_s - stats.draft_s
         if depth > 0 or stats.num_fed > 0:
             self._pass.learn(max(1, batch), stats.draft_s, num_units=stats.num_fed, times=depth)
-            handoff = self._clipped("handoff", stats.handoff_s - self._handoff_s)
-            self._handoff_s = max(0.0, self._handoff_s + RATE * handoff)
-        rest = stats.step_s - stats.verify_s - stats.draft_s - stats.handoff_s
-        self._overhead_s = max(0.0, self._overhead_s + RATE * self._clipped("rest", rest - self._overhead_s))
+            self._handoff_s = self._corrected("handoff", self._handoff_s, rest - self._overhead_s)
+        else:
+            self._overhead_s = self._corrected("overhead", self._overhead_s, rest)
 
     def _learn_verify(self, stats: StepStats) -> None:
         alike = self._alike
@@ -142,7 +143,7 @@ class CostModel:
 
     def _learn_alike(self) -> None:
         alike = self._alike
-        seconds, context = fmean([each.verify_s for each in alike]), fmean([each.context_len for each in alike])
+        seconds, context = fmean([each.target_s for each in alike]), fmean([each.context_len for each in alike])
         self._verify.learn(alike[0].num_rows, seconds, num_units=context)
         alike.clear()
 
@@ -167,6 +168,10 @@ class CostModel:
             self._handoff_s,
             self._overhead_s,
         )
+
+    def _corrected(self, name: str, value: float, seen: float) -> float:
+        self._num_seen[name] = num_seen = self._num_seen.get(name, 0) + 1
+        return max(0.0, value + max(RATE, 1 / num_seen) * self._clipped(name, seen - value))
 
     def _clipped(self, name: str, residual: float) -> float:
         usual = self._usual.get(name)

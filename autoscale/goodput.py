@@ -32,6 +32,10 @@ LOOK_AROUND_CHOICES = 4
 PRICED_ROWS = 4
 """Over so many rows the price of one is taken."""
 DEFAULT_TOGGLE = ToggleParams()
+FIRST_ANSWER_LEN = 128.0
+"""Tokens of an answer before one has ended."""
+LENGTH_RATE = 0.05
+"""Weight of a request in the mean lengths of prompts and answers."""
 GOOD_DRAFT = 0.9
 """Acceptance at which a load that drafts could pay for would show it."""
 
@@ -47,6 +51,7 @@ _PROBES = tuple(Choice(k, "probe") for k in range(PROBE_K + 1))
 class _BatchFacts:
     """What changes slowly about a batch."""
 
+    requests: Sequence[Request]
     keys: Sequence[int]
     kinds: npt.NDArray[np.int64]
     """[B] rows in `Acceptance`."""
@@ -86,8 +91,9 @@ class Goodput:
         self._now_s = 0.0
         self._num_choices = 0
         self._depth = 1
-        self._batch = _BatchFacts((), np.zeros(0, dtype=np.int64), [], None)
+        self._batch = _BatchFacts((), (), np.zeros(0, dtype=np.int64), [], None)
         self._missed = 0.0
+        self._prompt_len, self._answer_len = 0.0, FIRST_ANSWER_LEN
         self._price = 0.0
         self._free_ks: list[tuple[int, ...]] = []
         self._kept: Sequence[Choice] = ()
@@ -98,7 +104,7 @@ class Goodput:
         self._known: dict[int, int] = {}  # request key -> tokens the draft has read
         self._optimist = GOOD_DRAFT ** np.arange(1, max_k + 1)
         self.predicted: Allocation | None = None
-        """Of the step chosen last."""
+        """Of the step chosen last; None where there was nothing to choose."""
 
     @property
     def num_tracked(self) -> int:
@@ -108,6 +114,7 @@ class Goodput:
     def choose(self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
         width = min(plan.max_k, self._max_k)
         if not decodes or width == 0:
+            self.predicted = None
             return [_OFF] * len(decodes)
         place = (plan, [request.key for request in decodes], num_prefill_rows)
         if self._kept_steps > 0 and place == self._kept_for:
@@ -132,7 +139,8 @@ class Goodput:
         )
         chosen = best if mode == "on" else Allocation(best.ks * 0, float(len(decodes)), plain_s)
         self.predicted = replace(chosen, seconds=chosen.seconds + prompts_s)
-        self._reprice(best, len(decodes) + num_prefill_rows, width, max(chosen.goodput, len(decodes) / plain_s))
+        rows = len(decodes) + num_prefill_rows + int(chosen.ks.sum())
+        self._reprice(best, rows, width, max(chosen.goodput, len(decodes) / plain_s))
         if mode == "on":
             bare = [_CHOICES[k] for k in best.ks.tolist()]
         else:
@@ -212,7 +220,7 @@ class Goodput:
         best = allocate(
             survival,
             base_s=plain_s,
-            fixed_s=self.cost.handoff_s + self.cost.feed_s * self._missed / CATCH_UP_STEPS,
+            fixed_s=self.cost.handoff_s + self.cost.feed_s * self._feed(batch + float(survival[:, 0].sum())),
             pass_s=self.cost.pass_s(batch),
             added_s=self.cost.added_rows_s(rows, survival.size),
             depths=depths,
@@ -220,6 +228,10 @@ class Goodput:
         self._depth = max(1, best.depth)
         prompts_s = self.cost.step_s(rows, context) - plain_s if num_prefill_rows else 0.0
         return best, plain_s, prompts_s
+
+    def _feed(self, tokens: float) -> float:
+        """Committed tokens that the draft reads per step: what a step yields, its share of prompts, what was missed."""
+        return tokens * (1 + self._prompt_len / self._answer_len) + self._missed / CATCH_UP_STEPS
 
     def _depths(self, keys: list[int], decodes: Sequence[Request], width: int) -> range:
         """The depth chosen last and a neighbour, in turns; all of them when the batch has changed, and now and then.
@@ -234,14 +246,24 @@ class Goodput:
                 if self._num_choices % 2
                 else range(depth, min(width, depth + 1) + 1)
             )
+        self._note_lengths(decodes)
         kinds = [kind_of(request.submit.sampling.workload) for request in decodes]
         caps = np.array([_cap(request, self._max_k) for request in decodes])
         beyond = np.arange(self._max_k)[None, :] >= caps[:, None]
-        self._batch = _BatchFacts(keys, np.array(kinds), kinds, beyond if beyond.any() else None)
+        self._batch = _BatchFacts(decodes, keys, np.array(kinds), kinds, beyond if beyond.any() else None)
         known = self._known
         missed = sum([len(request.tokens) - known.get(request.key, 0) for request in decodes]) - len(keys)
         self._missed = float(max(0, missed))
         return range(1, width + 1)
+
+    def _note_lengths(self, decodes: Sequence[Request]) -> None:
+        before = set(self._batch.keys)
+        for request in decodes:
+            if request.key not in before:
+                self._prompt_len += (LENGTH_RATE if self._prompt_len else 1.0) * (request.num_prompt - self._prompt_len)
+        for request in self._batch.requests:
+            if request.finish_reason is not None:
+                self._answer_len += LENGTH_RATE * (request.num_generated - self._answer_len)
 
     def _could_pay(self, batch: int, plain_s: float, num_prefill_rows: int) -> bool:
         """Whether one more drafted token each would pay if the draft were good."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from autoscale.allocation import Allocation
 from autoscale.goodput import Goodput
@@ -23,8 +23,7 @@ from engine.step import DraftSource, StepStats
 _OFF = (0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
+class _Record(Struct, frozen=True, gc=False):
     """A step with the pacer's state right after it."""
 
     stats: StepStats
@@ -165,9 +164,9 @@ class StepRecorder:
 
     def _expected(self, record: _Record) -> tuple[float, float]:
         """Tokens and seconds: what policy `goodput` counted on, or what it would have said of another one's choice."""
-        predicted, before = record.predicted, self._before
-        # The policy leaves the last prediction in place when it is not asked.
-        if predicted is not None and (before is None or predicted is not before.predicted):
+        predicted = record.predicted
+        is_asked = record.plan.enabled and record.plan.policy == "goodput"  # else its last prediction stays in place
+        if predicted is not None and is_asked:
             return predicted.tokens, predicted.seconds
         tokens = float(record.stats.num_decodes)
         if record.stats.outcomes:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from autoscale.comparison import FIXED_COLUMNS, compare
-from autoscale.simulate import HARDWARE, WORKLOADS
+from autoscale.hardware import HARDWARE
+from autoscale.simulate import WORKLOADS
 from bench.options import add_bench_parser
 from dashboards.options import add_dashboards_parser
 from deployments import yaml_config

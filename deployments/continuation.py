@@ -18,6 +18,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Protocol
 
+import msgspec
+
 from deployments.engine_client import Health
 from engine.errors import EngineUnavailable
 from engine.request import Delta, Submit
@@ -108,7 +110,7 @@ class _Progress:
         self._tokens += delta.token_ids
         before = self._before
         if before is not None:
-            delta = replace(
+            delta = msgspec.structs.replace(
                 delta,
                 num_cached=before.num_cached,
                 num_drafted=before.num_drafted + delta.num_drafted,

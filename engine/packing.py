@@ -9,10 +9,10 @@ Owns the mapping from tokens and blocks to rows and slots, for target and draft 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
+from msgspec import Struct
 
 from engine.logprobs import prompt_rows
 from engine.step import Batch, Draft, ForwardPlan
@@ -21,8 +21,7 @@ Forward = Callable[[ForwardPlan], torch.Tensor]
 """A model over its cache: plan in, logits [R, vocab] float32 out."""
 
 
-@dataclass(frozen=True, slots=True)
-class SpanRows:
+class SpanRows(Struct, frozen=True, gc=False):
     """One span of a forward, before it is packed with the others."""
 
     token_ids: Sequence[int]

@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
+from msgspec import Struct
+
 if TYPE_CHECKING:  # only a type here; rules compute with torch
     from engine.rules import Rules
 
@@ -124,8 +126,7 @@ class TokenLogprobs:
     """(token id, log-probability), most likely first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
+class Delta(Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """What one step did for one request. The last one carries `finish_reason`."""
 
     request_id: str

@@ -13,10 +13,10 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
+from msgspec import Struct
 
 from engine.request import Request
 
@@ -34,8 +34,7 @@ class Purpose(IntEnum):
     RECOVER = 3  # the replacement after a rejection
 
 
-@dataclass(frozen=True, slots=True)
-class Law:
+class Law(Struct, frozen=True, gc=False):
     """How one row of logits becomes a distribution.
 
     `coupled` rows choose their token as a function of (law, stream, position) alone; the others use rejection sampling.

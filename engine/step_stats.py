@@ -24,26 +24,37 @@ def step_stats(
         aborted: keys of requests that were aborted since the step before.
     """
     accepted, reached = _by_position(draft, verdict)
+    num_decodes = num_prompt = context_len = num_drafted = num_accepted = 0
     k_by_reason: dict[str, int] = {}
     outcomes: list[RowOutcome] = []
-    accepted_means = []
+    accepted_means: list[float] = []
+    ended = list(aborted)
     for span, drafted, row in zip(batch.spans, draft.rows, verdict.rows, strict=True):
+        request, length = span.request, len(drafted.token_ids)
+        if span.num_tokens == 1:
+            num_decodes += 1
+        else:
+            num_prompt += span.num_tokens
+        context_len += span.start
         if span.samples:
             k_by_reason[drafted.reason] = k_by_reason.get(drafted.reason, 0) + 1
-        if drafted.token_ids:
+        if length:
+            num_drafted += length
+            num_accepted += row.num_accepted
             outcomes.append(_outcome(span, drafted, row))
-        request = span.request
-        if request.finish_reason is not None and request.num_draft_steps:
-            accepted_means.append(request.num_accepted / request.num_draft_steps)
+        if request.finish_reason is not None:
+            ended.append(request.key)
+            if request.num_draft_steps:
+                accepted_means.append(request.num_accepted / request.num_draft_steps)
     return StepStats(
         step_id=batch.step_id,
-        num_decodes=sum(span.num_tokens == 1 for span in batch.spans),
-        num_prefill_tokens=sum(span.num_tokens for span in batch.spans if span.num_tokens > 1),
+        num_decodes=num_decodes,
+        num_prefill_tokens=num_prompt,
         num_waiting=batch.num_waiting,
-        num_rows=sum(span.num_tokens for span in batch.spans) + sum(len(row.token_ids) for row in draft.rows),
-        context_len=sum(span.start for span in batch.spans),
-        num_drafted=sum(len(row.token_ids) for row in draft.rows),
-        num_accepted=sum(row.num_accepted for row in verdict.rows),
+        num_rows=num_decodes + num_prompt + num_drafted,
+        context_len=context_len,
+        num_drafted=num_drafted,
+        num_accepted=num_accepted,
         num_emitted=sum(len(delta.token_ids) for delta in deltas),
         accepted_by_position=accepted,
         drafted_by_position=reached,
@@ -51,7 +62,7 @@ def step_stats(
         k_by_reason=k_by_reason,
         outcomes=tuple(outcomes),
         num_fed=draft.num_fed,
-        ended=(*aborted, *(span.request.key for span in batch.spans if span.request.finish_reason is not None)),
+        ended=tuple(ended),
         accepted_per_finished=tuple(accepted_means),
         schedule_s=schedule_s,
         draft_s=draft.draft_s,

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 
 from engine.logprobs import prompt_rows, score
 from engine.packing import Forward, plan_forward
@@ -51,8 +52,7 @@ class Verifier:
         return Verdict(rows, verify_s=forwarded - begin, sample_s=time.perf_counter() - forwarded)
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
+class _Job(Struct, frozen=True, gc=False):
     """One span that yields tokens."""
 
     index: int
@@ -96,10 +96,8 @@ def judge(logits: torch.Tensor, spans: Sequence[Span], draft: Draft) -> tuple[Ro
     by_choice = [job for job in jobs if job.by_choice]
     tokens = _target_choices(logits, by_choice)
     for job in by_choice:
-        verdicts[job.index] = replace(
-            _compare(job.drafted.token_ids, tokens[: len(job.rows)]),
-            prompt_logprobs=verdicts[job.index].prompt_logprobs,
-        )
+        verdict = _compare(job.drafted.token_ids, tokens[: len(job.rows)])
+        verdicts[job.index] = _with_prompt(verdict, verdicts[job.index])
         tokens = tokens[len(job.rows) :]
     _reject_all(logits, [job for job in jobs if not job.by_choice], draft.vocab, verdicts)
     _report(own, reported, verdicts)
@@ -162,6 +160,11 @@ def _compare(drafted: Sequence[int], choices: Sequence[int]) -> RowVerdict:
     return RowVerdict(tuple(choices[: num_accepted + 1]), num_accepted, _last_kind(len(drafted), num_accepted))
 
 
+def _with_prompt(verdict: RowVerdict, before: RowVerdict) -> RowVerdict:
+    """With what has been said about the prompt."""
+    return replace(verdict, prompt_logprobs=before.prompt_logprobs) if before.prompt_logprobs else verdict
+
+
 def _last_kind(num_drafted: int, num_accepted: int) -> EmittedKind:
     if num_drafted == 0:
         return "plain"
@@ -180,7 +183,7 @@ def _reject_all(
     for job in jobs:
         own, probs = probs[: len(job.rows)], probs[len(job.rows) :]
         verdict = _reject(own, len(job.span.request.tokens), job.law, job.drafted, vocab)
-        verdicts[job.index] = replace(verdict, prompt_logprobs=verdicts[job.index].prompt_logprobs)
+        verdicts[job.index] = _with_prompt(verdict, verdicts[job.index])
 
 
 def _reject(

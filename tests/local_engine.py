@@ -6,10 +6,11 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from msgspec.structs import replace
 
 from autoscale.controller import initial_plan
 from autoscale.goodput import make_goodput

@@ -107,7 +107,7 @@ def test_varlen_is_refused_where_it_cannot_run() -> None:
 
 def test_plans_of_numpy_views_are_taken() -> None:
     """Block tables may be views into a wider array."""
-    from dataclasses import replace
+    from msgspec.structs import replace
 
     attention = PaddedAttention(group_size=1, dtype=torch.float32, device=CPU)
     plan = plan_of([Piece(range(9), 8, 9, [2, 0, 1])], block_size=4)

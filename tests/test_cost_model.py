@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from autoscale.cost_model import BATCH_KNOTS, ROW_KNOTS, CostModel, CostTable
 from autoscale.curve import Curves, Points
 from autoscale.goodput import UNMEASURED
+from autoscale.hardware import cpu_table
 from autoscale.profile import TableCache, profile_draft, profile_target, still_holds
-from autoscale.simulate import Simulation, Workload, cpu_table
+from autoscale.simulate import Simulation, Workload
 from engine.draft_protocol import Answer, AnswerRow
 from engine.plan import Choice, Plan
 from engine.request import Request

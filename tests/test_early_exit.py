@@ -10,7 +10,8 @@ from fakes import FixedPacer, ToyEngine, ToyModel, toy_drafter
 
 from autoscale.acceptance import Acceptance, kind_of
 from autoscale.goodput import Goodput, make_goodput
-from autoscale.simulate import Simulation, Workload, cpu_table, h100_llama_70b
+from autoscale.hardware import cpu_table, h100_llama_70b
+from autoscale.simulate import Simulation, Workload
 from engine.plan import Choice, Plan
 from engine.request import Request, SamplingParams, Submit
 from engine.step import RowOutcome

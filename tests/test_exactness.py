@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from fakes import FixedPacer, RandomPacer, ToyEngine, ToyModel, toy_drafter
+from msgspec import structs
 from reference import sequence_law
 from statistic import p_value
 from toy_eagle import FeaturedToy, toy_eagle
@@ -154,7 +155,7 @@ class DropsDrafts:
 
     def draft(self, batch: Batch) -> Draft:
         draft = self._inner.draft(batch)
-        return replace(draft, rows=tuple(self._cut(row) for row in draft.rows))
+        return structs.replace(draft, rows=tuple(self._cut(row) for row in draft.rows))
 
     def forget(self, keys: Sequence[int]) -> None:
         self._inner.forget(keys)
@@ -166,7 +167,7 @@ class DropsDrafts:
             if float(row.probs[j, token] if self._looks_at_token else row.probs[j].max()) < 0.45:
                 break
             kept += 1
-        return replace(row, token_ids=row.token_ids[:kept], confidences=row.confidences[:kept])
+        return structs.replace(row, token_ids=row.token_ids[:kept], confidences=row.confidences[:kept])
 
 
 @pytest.mark.parametrize("looks_at_token", [True, False], ids=["biased", "exact"])

@@ -8,13 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from fakes import RandomPacer, ToyEngine, ToyModel, toy_drafter
+from msgspec import structs
 from test_recorder import make_step
 
 from autoscale.cost_model import ROW_KNOTS, CostModel
 from autoscale.goodput import Goodput, make_goodput
+from autoscale.hardware import cpu_table
 from autoscale.observation import Aggregator
 from autoscale.priors import Kind
-from autoscale.simulate import cpu_table
 from engine.drafter import NoDrafter
 from engine.drafters.forced import ForcedDrafter
 from engine.drafters.lookup_first import LookupFirst
@@ -32,7 +33,7 @@ def request(key: int) -> Request:
 
 
 def step_of(*outcomes: RowOutcome) -> StepStats:
-    return replace(make_step([], 1), outcomes=outcomes)
+    return structs.replace(make_step([], 1), outcomes=outcomes)
 
 
 def taught(model: bool, lookup: bool, batch: int = 4) -> tuple[Goodput, list[Choice]]:
@@ -92,10 +93,9 @@ def test_lookup_tells_how_much_recurred_and_is_cut_to_what_that_allows(before: t
     tokens = [*before, 1, 2, 3, 0, 4, 5, 6, 7]
     span = Span(replace(request(1), tokens=tokens), len(tokens) - 1, 1, 3, True, "plan", free_ks=(1, 2, 3, 3))
     lookup = NgramDrafter(min_size=2, max_size=2)
-    (row,) = lookup.draft(Batch(1, (span,), 0)).rows
-    assert (row.token_ids, row.match_len) == ((1, 2, 3), length)
-    (row,) = LookupFirst(lookup, NoDrafter()).draft(Batch(1, (span,), 0)).rows
-    assert row.token_ids == (1, 2, 3)[: 1 if length == 2 else 2]
+    for drafter in (lookup, LookupFirst(lookup, NoDrafter())):
+        (row,) = drafter.draft(Batch(1, (span,), 0)).rows
+        assert (row.token_ids, row.match_len) == ((1, 2, 3)[: 1 if length == 2 else 2], length)
 
 
 def test_each_source_is_learnt_and_pooled_apart() -> None:
@@ -115,8 +115,8 @@ def test_each_source_is_learnt_and_pooled_apart() -> None:
 def test_free_drafts_teach_the_cost_model_rows_but_no_passes() -> None:
     cost = CostModel(cpu_table())
     before = cost.pass_s(1)
-    step = replace(make_step([(4, 2)], 0), draft_s=0.0, handoff_s=0.0)
-    free = replace(step, outcomes=tuple(replace(outcome, source="lookup") for outcome in step.outcomes))
+    step = structs.replace(make_step([(4, 2)], 0), draft_s=0.0, handoff_s=0.0)
+    free = structs.replace(step, outcomes=tuple(structs.replace(outcome, source="lookup") for outcome in step.outcomes))
     for _ in range(100):
         cost.observe(free)
     assert cost.pass_s(1) / before == pytest.approx(

@@ -19,8 +19,9 @@ from autoscale.acceptance import Acceptance
 from autoscale.allocation import allocate
 from autoscale.cost_model import BATCH_KNOTS, ROW_KNOTS, CostTable
 from autoscale.goodput import make_goodput
+from autoscale.hardware import cpu_table, h100_llama_70b
 from autoscale.policy import Fixed
-from autoscale.simulate import WORKLOADS, Oracle, Simulation, Workload, cpu_table, h100_llama_70b
+from autoscale.simulate import WORKLOADS, Oracle, Simulation, Workload
 from autoscale.toggle import Toggle, ToggleParams
 from engine.plan import Pacer, Plan
 from engine.request import Request, SamplingParams, SpeculativeOptions, Submit

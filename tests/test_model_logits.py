@@ -110,9 +110,8 @@ def test_a_step_does_not_fault_its_memory_in_anew() -> None:
 
 
 def test_no_logit_rows_gives_an_empty_result(tmp_path: Path) -> None:
-    from dataclasses import replace
-
     import numpy as np
+    from msgspec.structs import replace
 
     folder = write_model(tmp_path, "llama")
     plan = plan_of([Piece([5, 6, 7], 0, 3, [0])], block_size=4)

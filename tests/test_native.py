@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from native_library import needs_library
 from tiny_models import FAMILIES, VOCAB, Piece, plan_of, random_cuts, reference_logits, run_cuts, write_model
 

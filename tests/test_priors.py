@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from test_recorder import make_step
 
 from autoscale.acceptance import Acceptance
 from autoscale.controller import Controller
 from autoscale.goodput import make_goodput
+from autoscale.hardware import cpu_table
 from autoscale.observation import Aggregator, Observation
 from autoscale.priors import Counts, Kind, PriorPool
-from autoscale.simulate import cpu_table
 from engine.plan import Plan, Prior
 from engine.request import WORKLOADS, Request, SamplingParams, Submit, WorkloadClass
 from engine.step import RowOutcome
@@ -41,7 +40,7 @@ def test_counts_of_any_portions_are_those_of_the_steps(drafts: list[tuple[int, i
     aggregator = Aggregator(method="ngram")
     total: dict[Kind, Counts] = {}
     for part in (outcomes[:cut], outcomes[cut:]):
-        aggregator.add(replace(make_step([], 1), outcomes=tuple(part)))
+        aggregator.add(structs.replace(make_step([], 1), outcomes=tuple(part)))
         for kind, counts in aggregator.take().by_kind.items():
             total[kind] = total.get(kind, Counts()) + counts
     for workload in WORKLOADS:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from autoscale.goodput import make_goodput
 from autoscale.policy import PolicyPacer
@@ -113,7 +114,7 @@ def test_sums_are_those_of_the_steps_in_any_portions(steps: list[StepStats], cut
 
 def test_goodput_figures_are_of_the_same_steps() -> None:
     rig = Rig()
-    decode, prefill = make_step([(3, 2), (3, 0)], 1), replace(make_step([], 4), num_prefill_tokens=50)
+    decode, prefill = make_step([(3, 2), (3, 0)], 1), structs.replace(make_step([], 4), num_prefill_tokens=50)
     readings = rig.feed([decode, prefill, decode])
     assert readings.number("paceline_realised_tokens_total") == 2 * decode.num_emitted
     assert readings.number("paceline_realised_seconds_total") == pytest.approx(2 * decode.step_s)

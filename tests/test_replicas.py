@@ -13,9 +13,9 @@ from test_recorder import make_step
 
 from autoscale.controller import Controller
 from autoscale.goodput import make_goodput
+from autoscale.hardware import cpu_table
 from autoscale.outlook import Outlook
 from autoscale.replicas import BATCHES, ReplicaDecision, ReplicaReading, ScalingParams, decide
-from autoscale.simulate import cpu_table
 from deployments.app import _replicas
 from deployments.scaling import TpotPolicy, readings_of
 from deployments.settings import AppSettings

@@ -8,7 +8,8 @@ verification keeps it exact.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from engine.drafter import Drafter
 from engine.step import Batch, Draft, DraftRow, Span

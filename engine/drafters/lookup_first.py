@@ -8,11 +8,11 @@ Owns that choice; each of the two keeps its own state, and the model catches up 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from engine.drafter import Drafter
-from engine.plan import match_class
-from engine.step import Batch, Draft, DraftRow, Span
+from engine.step import Batch, Draft
 
 
 class LookupFirst:
@@ -28,12 +28,11 @@ class LookupFirst:
         self._model = model
 
     def draft(self, batch: Batch) -> Draft:
-        asked = tuple(replace(span, k=span.most_free) for span in batch.spans)
-        found = self._lookup.draft(replace(batch, spans=asked)).rows
-        found = tuple(_within(span, row) for span, row in zip(batch.spans, found, strict=True))
-        rest = tuple(
-            replace(span, k=0) if row.token_ids else span for span, row in zip(batch.spans, found, strict=True)
-        )
+        found = self._lookup.draft(batch).rows
+        if not any(row.token_ids for row in found):
+            return self._model.draft(batch)
+        places = zip(batch.spans, found, strict=True)
+        rest = tuple(replace(span, k=0) if row.token_ids else span for span, row in places)
         draft = self._model.draft(replace(batch, spans=rest))
         rows = tuple(
             replace(own, reason="plan", source="lookup") if own.token_ids else other
@@ -44,10 +43,3 @@ class LookupFirst:
     def forget(self, keys: Sequence[int]) -> None:
         self._lookup.forget(keys)
         self._model.forget(keys)
-
-
-def _within(span: Span, row: DraftRow) -> DraftRow:
-    """The draft, as long as one may be that rests on so many tokens."""
-    if span.free_ks is None or len(row.token_ids) <= (k := span.free_ks[match_class(row.match_len)]):
-        return row
-    return replace(row, token_ids=row.token_ids[:k])

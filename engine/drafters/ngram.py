@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.drafter import empty_rows
-from engine.plan import MAX_MATCH_LEN
+from engine.plan import MAX_MATCH_LEN, match_class
 from engine.step import Batch, Draft, DraftRow
 
 
@@ -56,9 +56,11 @@ class NgramDrafter:
     def draft(self, batch: Batch) -> Draft:
         rows = empty_rows(batch)
         for row, span in enumerate(batch.spans):
-            if span.k > 0:
+            if (most := span.most_free) > 0:
                 index = self._index.setdefault(span.request.key, _Index(self._sizes))
-                found, match_len = index.lookup(span.request.tokens, span.k)
+                found, match_len = index.lookup(span.request.tokens, most)
+                if span.free_ks is not None:
+                    found = found[: span.free_ks[match_class(match_len)]]
                 reason = span.reason if found else "no_match"
                 rows[row] = DraftRow(token_ids=found, reason=reason, match_len=match_len)
         return Draft(tuple(rows))

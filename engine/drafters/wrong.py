@@ -6,7 +6,8 @@ Owns nothing but the swap of tokens; another method drafts, so that time and mem
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from engine.drafter import Drafter
 from engine.step import Batch, Draft, DraftRow
