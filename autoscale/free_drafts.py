@@ -15,6 +15,8 @@ from autoscale.acceptance import Acceptance
 from engine.plan import NUM_MATCH_CLASSES, match_class
 from engine.step import RowOutcome
 
+MARGIN = 1.1
+"""A row has to promise so many times its price: close to it nothing is won, and looking it up takes time, too."""
 EXPLORE_CALLS = 16
 """So often one token is drafted although it does not seem to pay."""
 PRIORS = ((0.5, 0.65, 0.7), (0.6, 0.7, 0.75), (0.75, 0.8), (0.85,))
@@ -50,7 +52,7 @@ class FreeDrafts:
         by_class = []
         for acceptance in self._acceptance:
             stands = np.multiply.accumulate(acceptance.rates()[:, :width], axis=1)
-            by_class.append(np.maximum((stands >= tokens_per_s * row_s).sum(axis=1), least).tolist())
+            by_class.append(np.maximum((stands >= MARGIN * tokens_per_s * row_s).sum(axis=1), least).tolist())
         return list(zip(*by_class, strict=True))
 
     def observe(self, outcomes: Sequence[RowOutcome], ended: Sequence[int]) -> None:

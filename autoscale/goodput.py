@@ -27,7 +27,7 @@ PROBE_K = 2
 CATCH_UP_STEPS = 64
 """Steps over which the price of letting the draft read what it missed is spread."""
 KEPT_STEPS = 8
-"""So long a choice holds while the batch stays the same: choosing takes time from the steps."""
+"""So long a choice holds while the batch stays the same, or nothing is drafted: choosing takes time from the steps."""
 LOOK_AROUND_CHOICES = 4
 PRICED_ROWS = 4
 """Over so many rows the price of one is taken."""
@@ -97,8 +97,10 @@ class Goodput:
         self._price = 0.0
         self._free_ks: list[tuple[int, ...]] = []
         self._kept: Sequence[Choice] = ()
-        self._kept_for: tuple[Plan, Sequence[int], int] | None = None
+        self._kept_plan: Plan | None = None
+        self._kept_place: tuple[Sequence[int], int] = ((), 0)  # keys of the batch, rows of prompts
         self._kept_steps = 0
+        self._idle: Choice | None = None  # while off: what everybody gets, whoever comes and goes
         self._made: dict[tuple[int, int], Choice] = {}  # choices at these prices, by id of the bare one and kind
         self._priors: tuple[Prior, ...] = ()
         self._known: dict[int, int] = {}  # request key -> tokens the draft has read
@@ -116,18 +118,20 @@ class Goodput:
         if not decodes or width == 0:
             self.predicted = None
             return [_OFF] * len(decodes)
-        place = (plan, [request.key for request in decodes], num_prefill_rows)
-        if self._kept_steps > 0 and place == self._kept_for:
+        place = ([request.key for request in decodes], num_prefill_rows)
+        if plan is self._kept_plan and self._kept_steps > 0:
             self._kept_steps -= 1
-        else:
-            self._kept, self._kept_steps = self._choose(plan, decodes, num_prefill_rows, width)
-            self._kept_for = place
+            if place == self._kept_place:
+                return self._kept
+            if self._idle is not None:
+                self.predicted = None
+                kinds = [kind_of(request.submit.sampling.workload) for request in decodes]
+                return self._complete_all([self._idle] * len(decodes), kinds)
+        self._kept = self._choose(plan, decodes, num_prefill_rows, width)
+        self._kept_plan, self._kept_place = plan, place
         return self._kept
 
-    def _choose(
-        self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int, width: int
-    ) -> tuple[Sequence[Choice], int]:
-        """A choice, and for how many more steps it holds if nothing changes."""
+    def _choose(self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int, width: int) -> Sequence[Choice]:
         if plan.priors is not self._priors:
             self._priors = plan.priors
             self.acceptance.believe([prior for prior in plan.priors if prior.method == self._method])
@@ -145,11 +149,9 @@ class Goodput:
             bare = [_CHOICES[k] for k in best.ks.tolist()]
         else:
             bare = self._unless_on(mode, decodes, width, worth_probing=worth_probing)
-        made = self._made
-        # A bare choice is one of this module's constants, so its id names it for good.
-        places = zip(bare, self._batch.kind_list, strict=True)
-        choices = [made.get((id(choice), kind)) or self._complete(choice, kind) for choice, kind in places]
-        return choices, KEPT_STEPS - 1 if mode in ("on", "off") else 0
+        self._idle = bare[0] if mode == "off" else None
+        self._kept_steps = KEPT_STEPS - 1 if mode in ("on", "off") else 0
+        return self._complete_all(bare, self._batch.kind_list)
 
     def _unless_on(self, mode: Mode, decodes: Sequence[Request], width: int, *, worth_probing: bool) -> list[Choice]:
         if mode == "look":
@@ -173,6 +175,12 @@ class Goodput:
         if self.free is not None:
             self._free_ks = self.free.ks(tokens_per_s=goodput, row_s=row_s, width=width)
         self._made.clear()
+
+    def _complete_all(self, bare: Sequence[Choice], kinds: Sequence[int]) -> list[Choice]:
+        made = self._made
+        # A bare choice is one of this module's constants, so its id names it for good.
+        places = zip(bare, kinds, strict=True)
+        return [made.get((id(choice), kind)) or self._complete(choice, kind) for choice, kind in places]
 
     def _complete(self, bare: Choice, kind: int) -> Choice:
         """With the floor of confidence, and K of drafts that cost nothing but their rows."""

@@ -30,10 +30,12 @@ REPEATS, FEW_REPEATS, LONG_FORWARD_S = 6, 2, 0.05
 """Times that a forward is timed; fewer times when it takes long."""
 SPAN_ROWS = 4
 """Rows per span of a timed forward: between a plain decode and a long verification."""
+MOST_LOGITS = 128
+"""Rows of a timed forward that yield logits: what is more are prompts, which need none."""
 SPOT_ROWS = (1, 16)
 SPOT_LIMIT = 1.3
 """A kept table is measured anew when a forward takes this many times longer or shorter than it says."""
-VERSION = 3
+VERSION = 4
 _PROFILE_KEY = 1 << 62
 """Above every request's key."""
 
@@ -211,7 +213,7 @@ def _plan(q_lens: Sequence[int], context: int, width: int, block_size: int) -> F
         q_lens=np.array(q_lens, dtype=np.int32),
         kv_lens=np.array(q_lens, dtype=np.int32) + np.int32(context),
         block_tables=tables,
-        logit_rows=np.arange(rows, dtype=np.int32),
+        logit_rows=np.arange(min(rows, MOST_LOGITS), dtype=np.int32),
     )
 
 
