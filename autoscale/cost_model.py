@@ -35,7 +35,7 @@ class CostTable:
     """The numbers of a cost model, as they are cached on disk and written for simulated hardware."""
 
     verify_s: tuple[float, ...]
-    """Target forward, and the judgement of its rows, at each of ROW_KNOTS rows and no context."""
+    """Target forward at each of ROW_KNOTS rows and no context."""
     pass_s: tuple[float, ...]
     """One draft pass at each of BATCH_KNOTS sequences; 0 for methods that compute nothing."""
     context_s: float = 0.0
@@ -46,6 +46,9 @@ class CostTable:
     """What asking the draft adds to a step beside its passes: packing, there and back, counting."""
     overhead_s: float = 0.0
     """Once per step: scheduling, committing, publishing."""
+    judge_s: float = 0.0
+    """Per row that yields a token or may: sampling, masks, comparison. Not a part of the forward's curve, because it
+    depends on what is asked for: a sampled row takes much longer than a greedy one."""
 
 
 class CostModel:
@@ -81,14 +84,19 @@ class CostModel:
         self._verify, self._pass = curves[0], curves[1]
         self._handoff_s = table.handoff_s
         self._overhead_s = table.overhead_s
+        self._judge_s = table.judge_s
 
     def verify_s(self, rows: float, context: float) -> float:
-        """Target forward and judgement over `rows` rows with `context` cached tokens in all."""
+        """Target forward over `rows` rows with `context` cached tokens in all."""
         return self._verify.at(rows) + self._verify.rate * context
 
     def added_rows_s(self, rows: int, count: int) -> npt.NDArray[np.float64]:
-        """[count + 1] what n more rows than `rows` cost, seconds, from n = 0 on."""
-        return self._verify.added(rows, count)
+        """[count + 1] what n more drafted rows than `rows` cost, seconds, from n = 0 on."""
+        return self._verify.added(rows, count) + self._judge_s * np.arange(count + 1)
+
+    def row_s(self, rows: int, over: int) -> float:
+        """One more drafted row than `rows`, the mean over so many more."""
+        return float(self.added_rows_s(rows, over)[-1]) / over
 
     def pass_s(self, batch: float) -> float:
         """One draft pass over `batch` sequences."""
@@ -111,22 +119,36 @@ class CostModel:
         """One committed token that the draft has to read."""
         return self._pass.rate
 
-    def step_s(self, rows: float, context: float, batch: float = 0.0, depth: float = 0.0, feed: float = 0.0) -> float:
-        """A whole step; no draft when `depth` is 0."""
+    def step_s(
+        self,
+        rows: float,
+        context: float,
+        batch: float = 0.0,
+        depth: float = 0.0,
+        feed: float = 0.0,
+        *,
+        num_prompt_rows: float = 0.0,
+    ) -> float:
+        """A whole step; no draft when `depth` is 0. Of its rows, those of prompts are not judged."""
         drafting = self.draft_s(batch, depth, feed) if depth > 0 or feed > 0 else 0.0
-        return self._overhead_s + self.verify_s(rows, context) + drafting
+        judging = self._judge_s * (rows - num_prompt_rows)
+        return self._overhead_s + self.verify_s(rows, context) + judging + drafting
 
     def observe(self, stats: StepStats) -> None:
         """Learn from a step, after noting how wrong the prediction for it was."""
         drafted = [outcome.num_drafted for outcome in stats.outcomes if outcome.source == "method"]
         depth, batch = max(drafted, default=0), len(drafted)
-        predicted = self.step_s(stats.num_rows, stats.context_len, batch, depth, stats.num_fed)
-        self.predicted_s = predicted
-        self.plain_s = self.step_s(stats.num_rows - stats.num_drafted, stats.context_len)
+        prompts = stats.num_prefill_tokens
+        where = (stats.context_len, batch, depth, stats.num_fed)
+        self.predicted_s = predicted = self.step_s(stats.num_rows, *where, num_prompt_rows=prompts)
+        self.plain_s = self.step_s(stats.num_rows - stats.num_drafted, stats.context_len, num_prompt_rows=prompts)
         if stats.step_s > 0:
             self._errors.append(abs(predicted - stats.step_s) / stats.step_s)
         self._learn_verify(stats)
-        rest = stats.step_s - stats.target_s - stats.draft_s
+        judged = stats.num_rows - prompts
+        if judged > 0:
+            self._judge_s = self._corrected("judge", self._judge_s, stats.sample_s / judged)
+        rest = stats.step_s - stats.verify_s - stats.sample_s - stats.draft_s
         if depth > 0 or stats.num_fed > 0:
             self._pass.learn(max(1, batch), stats.draft_s, num_units=stats.num_fed, times=depth)
             self._handoff_s = self._corrected("handoff", self._handoff_s, rest - self._overhead_s)
@@ -143,7 +165,7 @@ class CostModel:
 
     def _learn_alike(self) -> None:
         alike = self._alike
-        seconds, context = fmean([each.target_s for each in alike]), fmean([each.context_len for each in alike])
+        seconds, context = fmean([each.verify_s for each in alike]), fmean([each.context_len for each in alike])
         self._verify.learn(alike[0].num_rows, seconds, num_units=context)
         alike.clear()
 
@@ -167,6 +189,7 @@ class CostModel:
             self.feed_s,
             self._handoff_s,
             self._overhead_s,
+            self._judge_s,
         )
 
     def _corrected(self, name: str, value: float, seen: float) -> float:

@@ -169,7 +169,7 @@ class Goodput:
 
     def _reprice(self, best: Allocation, rows: int, width: int, goodput: float) -> None:
         """What a position must yield to pay: goodput times the seconds of its row, and of its share of a pass."""
-        row_s = (self.cost.verify_s(rows + PRICED_ROWS, 0) - self.cost.verify_s(rows, 0)) / PRICED_ROWS
+        row_s = self.cost.row_s(rows, PRICED_ROWS)
         deep = max(1, int((best.ks > 1).sum()))
         self._price = goodput * (row_s + self.cost.pass_s(deep) / deep**2)
         if self.free is not None:
@@ -234,7 +234,9 @@ class Goodput:
             depths=depths,
         )
         self._depth = max(1, best.depth)
-        prompts_s = self.cost.step_s(rows, context) - plain_s if num_prefill_rows else 0.0
+        prompts_s = (
+            self.cost.step_s(rows, context, num_prompt_rows=num_prefill_rows) - plain_s if num_prefill_rows else 0.0
+        )
         return best, plain_s, prompts_s
 
     def _feed(self, tokens: float) -> float:
@@ -277,7 +279,7 @@ class Goodput:
         """Whether one more drafted token each would pay if the draft were good."""
         rows = batch + num_prefill_rows
         seconds = plain_s + self.cost.handoff_s + self.cost.pass_s(batch)
-        seconds += self.cost.verify_s(rows + batch, 0) - self.cost.verify_s(rows, 0)
+        seconds += batch * self.cost.row_s(rows, batch)
         return float(1 + self._optimist[0]) / seconds > 1 / plain_s
 
 

@@ -23,6 +23,7 @@ import numpy as np
 from autoscale.cost_model import BATCH_KNOTS, ROW_KNOTS, CostTable
 from autoscale.curve import Curves, Points
 from engine.draft_protocol import Answer, OrderRow
+from engine.sampling import Law
 from engine.step import ForwardPlan
 
 SHORT_CONTEXT, LONG_CONTEXT = 32, 512
@@ -186,17 +187,7 @@ def _fastest(
 
 
 def _order(key: int, start: int, num_feed: int, k: int) -> OrderRow:
-    return OrderRow(
-        key=key,
-        start=start,
-        feed=(1,) * num_feed,
-        k=k,
-        temperature=0.0,
-        top_p=1.0,
-        stream_key=0,
-        attempt=0,
-        coupled=False,
-    )
+    return OrderRow(key, start, (1,) * num_feed, k, Law(0.0, 1.0, 0, 0, False))
 
 
 def _plan(q_lens: Sequence[int], context: int, width: int, block_size: int) -> ForwardPlan:

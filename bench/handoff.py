@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from engine.device_buffers import BufferHandle, create_draft_buffer, open_draft_buffer
 from engine.draft_protocol import AnswerRow, BufferSpec, OrderRow
 from engine.errors import EngineUnavailable
+from engine.sampling import Law
 
 NODE = "bench"
 SPEC = BufferSpec(max_rows=32, max_k=5, max_feed=256, max_released=8, draft_vocab=1024, target_vocab=49152)
@@ -61,17 +62,7 @@ def measure_handoff(*, num_orders: int = 2000, num_rows: int = 1) -> Handoff:
 
 
 def _row(key: int, number: int) -> OrderRow:
-    return OrderRow(
-        key=key,
-        start=number,
-        feed=(key,),
-        k=5,
-        temperature=0.0,
-        top_p=1.0,
-        stream_key=key,
-        attempt=number,
-        coupled=True,
-    )
+    return OrderRow(key, number, (key,), 5, Law(0.0, 1.0, key, number, True))
 
 
 def _answer(handle: BufferHandle) -> None:

@@ -30,11 +30,10 @@ from deployments.naming import CONTROLLER_NAMESPACE, controller_name
 from engine.draft_protocol import Answer, OrderRow
 from engine.draft_worker import DraftWorker
 from engine.drafters.draft_model import DraftLink
-from engine.engine import PlanSlot
 from engine.ledger import Ledger, Readings, count_blocks, merge
 from engine.model_store import cache_folder
 from engine.placement import threads_per_shard
-from engine.plan import Plan
+from engine.plan import Plan, PlanSlot
 from engine.step import StepStats
 from engine.target_shard import TargetShard
 

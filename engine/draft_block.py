@@ -28,6 +28,7 @@ from engine.draft_protocol import (
     decode_options,
     encode_options,
 )
+from engine.sampling import Law
 
 
 class DraftBlock:
@@ -107,8 +108,8 @@ class DraftBlock:
             self._write_feature_rows(rows, len(feed))
         self._arrays.order_rows[: len(rows)] = [
             (
-                *(r.key, r.start, len(r.feed), r.k, r.temperature, r.top_p, r.stream_key, r.attempt, r.coupled),
-                *(r.top_k, r.min_p, r.floor, len(blob)),
+                *(r.key, r.start, len(r.feed), r.k, r.law.temperature, r.law.top_p, r.law.stream_key),
+                *(r.law.attempt, r.law.coupled, r.law.top_k, r.law.min_p, r.floor, len(blob)),
             )
             for r, blob in zip(rows, blobs, strict=True)
         ]
@@ -228,9 +229,8 @@ def _order_row(
     """Raises ValueError or CorruptBlock."""
     key, start, _, k, temperature, top_p, stream, attempt, coupled, top_k, min_p, floor, _ = raw
     return OrderRow(
-        *(key, start, feed, count("k", k, max_k), temperature, top_p, stream, attempt, bool(coupled)),
-        top_k=top_k,
-        min_p=min_p,
+        *(key, start, feed, count("k", k, max_k)),
+        Law(temperature, top_p, stream, attempt, bool(coupled), top_k, min_p),
         floor=floor,
         options=decode_options(blob),
         feature_rows=feature_rows,

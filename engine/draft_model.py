@@ -18,7 +18,7 @@ from engine.errors import InvalidRequest
 from engine.grammar import Grammars, Matcher
 from engine.packing import SpanRows, pack_spans
 from engine.rules import Columns, Rules, Shaper
-from engine.sampling import Law, Purpose, draw, gumbel, most_likely, stream_seed, warp
+from engine.sampling import Purpose, draw, gumbel, most_likely, stream_seed, warp
 
 
 class DraftModel:
@@ -102,7 +102,7 @@ class DraftModel:
         if num_tokens > self._max_model_len or not self._pool.reserve(sequence, num_cells):
             self._drop(order.key)
             return None
-        row = Drafting(place, order, sequence, _law(order), order.k, unread, places)
+        row = Drafting(place, order, sequence, order.law, order.k, unread, places)
         if not self._is_ready(sequence):
             row.k = 0
             row.reason = "catch_up" if sequence.rules is None else "plan"
@@ -256,9 +256,3 @@ def _kept(active: list[Drafting], outputs: Outputs, keep: list[bool]) -> tuple[l
         return active, outputs
     indices = [index for index, wanted in enumerate(keep) if wanted]
     return [active[index] for index in indices], outputs.of(indices)
-
-
-def _law(order: OrderRow) -> Law:
-    return Law(
-        *(order.temperature, order.top_p, order.stream_key, order.attempt, order.coupled), order.top_k, order.min_p
-    )

@@ -14,6 +14,7 @@ import msgspec
 
 from engine.errors import ConfigError
 from engine.penalties import TokenOptions
+from engine.sampling import Law
 from engine.step import KReason
 
 MAX_OPTIONS = 1 << 18
@@ -103,16 +104,9 @@ class OrderRow:
     """Committed tokens from `start` on: the last verdict's, or a chunk of a long prompt; may be empty."""
     k: int
     """Tokens to draft after the feed."""
-    temperature: float
-    top_p: float
-    stream_key: int
-    """uint64 key of the request's random stream."""
-    attempt: int
-    """int64; makes draws of different steps at one position independent."""
-    coupled: bool
-    """Draw with the target's own random numbers, so that equal laws give equal tokens."""
-    top_k: int = 0
-    min_p: float = 0.0
+    law: Law
+    """Of the target; a coupled one has the draft draw with the same random numbers, so that equal laws give equal
+    tokens."""
     options: TokenOptions | None = None
     """Told once, with `start` 0; None where all are neutral."""
     floor: float = 0.0
@@ -122,12 +116,13 @@ class OrderRow:
     none (any more). Empty where the draft reads no features."""
 
     def __post_init__(self) -> None:
-        if self.start < 0 or self.k < 0 or not 0 <= self.stream_key < 2**64:
+        law = self.law
+        if self.start < 0 or self.k < 0 or not 0 <= law.stream_key < 2**64:
             raise ValueError(f"order row {self.key}: start {self.start}, k {self.k} or stream key out of range")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0 and 0 < self.top_p <= 1):
-            raise ValueError(f"order row {self.key}: temperature {self.temperature} or top_p {self.top_p} out of range")
-        if self.top_k < 0 or not 0 <= self.min_p <= 1:
-            raise ValueError(f"order row {self.key}: top_k {self.top_k} or min_p {self.min_p} out of range")
+        if not (math.isfinite(law.temperature) and law.temperature >= 0 and 0 < law.top_p <= 1):
+            raise ValueError(f"order row {self.key}: temperature {law.temperature} or top_p {law.top_p} out of range")
+        if law.top_k < 0 or not 0 <= law.min_p <= 1:
+            raise ValueError(f"order row {self.key}: top_k {law.top_k} or min_p {law.min_p} out of range")
         if not 0 <= self.floor <= 1:
             raise ValueError(f"order row {self.key}: floor {self.floor} is not within 0 and 1")
         if self.options is not None and self.start > 0:

@@ -18,7 +18,7 @@ from engine.drafter import Drafter
 from engine.errors import InvalidRequest
 from engine.grammar import Grammars
 from engine.penalties import TokenOptions
-from engine.plan import Pacer, Plan
+from engine.plan import Pacer
 from engine.request import Delta, Request, Submit
 from engine.rules import Rules
 from engine.scheduler import Scheduler
@@ -31,13 +31,6 @@ _IDLE_WAIT_S = 0.2
 _log = logging.getLogger(__name__)
 
 Command = Callable[[], None]
-
-
-class PlanSlot:
-    """Holds the plan in force; whoever hears from the controller sets it, the loop reads it."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.current = plan
 
 
 class Engine:

@@ -44,6 +44,13 @@ class Plan:
     """Knowledge, not command: it changes all the time and makes no other plan, nor another version."""
 
 
+class PlanSlot:
+    """Holds the plan in force; whoever hears from the controller sets it, the loop reads it."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.current = plan
+
+
 _MATCH_BOUNDS = (3, 5, 8)
 NUM_MATCH_CLASSES = len(_MATCH_BOUNDS) + 1
 MAX_MATCH_LEN = _MATCH_BOUNDS[-1]

@@ -197,8 +197,3 @@ class StepStats(Struct, frozen=True, kw_only=True, gc=False):
     verify_s: float
     sample_s: float
     step_s: float
-
-    @property
-    def target_s(self) -> float:
-        """The target's forward and the judgement of its rows."""
-        return self.verify_s + self.sample_s

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from autoscale.cost_model import BATCH_KNOTS, ROW_KNOTS, CostModel, CostTable
 from autoscale.curve import Curves, Points
@@ -18,7 +19,7 @@ from autoscale.simulate import Simulation, Workload
 from engine.draft_protocol import Answer, AnswerRow
 from engine.plan import Choice, Plan
 from engine.request import Request
-from engine.step import ForwardPlan, StepStats
+from engine.step import ForwardPlan, RowOutcome, StepStats
 
 
 @given(st.lists(st.tuples(st.floats(1, 3000), st.floats(0, 1), st.floats(0, 1e5)), max_size=60), st.booleans())
@@ -69,12 +70,74 @@ def test_one_hiccup_moves_little_and_a_lasting_change_is_followed() -> None:
     Simulation(cpu_table(), Workload("any", 0.6), lambda _: 8).run(pacer, Plan(), 20.0)  # type: ignore[arg-type]
     usual = pacer.stats[-1]
     before = cost.verify_s(usual.num_rows, usual.context_len)
-    fields = {name: getattr(usual, name) for name in StepStats.__slots__}
-    cost.observe(StepStats(**(fields | {"verify_s": 100 * usual.verify_s, "step_s": 100 * usual.step_s})))
+    cost.observe(structs.replace(usual, verify_s=100 * usual.verify_s, step_s=100 * usual.step_s))
     assert cost.verify_s(usual.num_rows, usual.context_len) < 1.05 * before
     for _ in range(600):
-        cost.observe(StepStats(**(fields | {"verify_s": 2 * before, "step_s": 2 * before})))
+        cost.observe(structs.replace(usual, verify_s=2 * before, step_s=2 * before))
     assert cost.verify_s(usual.num_rows, usual.context_len) > 1.6 * before
+
+
+def step(*, rows: int, verify_s: float, rest_s: float, sample_s: float = 0.0, draft_s: float = 0.0) -> StepStats:
+    """Of one request; asks the draft for the rows after the first one when there are any."""
+    drafted = rows - 1
+    return StepStats(
+        step_id=1,
+        num_decodes=1,
+        num_prefill_tokens=0,
+        num_waiting=0,
+        num_rows=rows,
+        context_len=0,
+        num_drafted=drafted,
+        num_accepted=0,
+        num_emitted=1,
+        accepted_by_position=(0,) * drafted,
+        drafted_by_position=(1,) * drafted,
+        depth=drafted,
+        k_by_reason={"plan": 1},
+        outcomes=(RowOutcome(1, drafted, 0, 10),) if drafted else (),
+        num_fed=1 if drafted else 0,
+        ended=(),
+        accepted_per_finished=(),
+        schedule_s=0.0,
+        draft_s=draft_s,
+        handoff_s=0.0,
+        verify_s=verify_s,
+        sample_s=sample_s,
+        step_s=verify_s + sample_s + draft_s + rest_s,
+    )
+
+
+def test_what_asking_the_draft_adds_is_no_part_of_a_plain_step() -> None:
+    """Else steps without drafts look dearer than they are, and drafting is not given up where it loses."""
+    cost = CostModel(cpu_table())
+    verify_s = CostModel(cpu_table()).verify_s
+    plain = step(rows=1, verify_s=verify_s(1, 0), rest_s=0.001)
+    asked = step(rows=4, verify_s=verify_s(4, 0), rest_s=0.003, draft_s=0.002)
+    for number in range(400):
+        cost.observe(plain if number % 20 == 0 else asked)
+    assert cost.overhead_s == pytest.approx(0.001, rel=0.02)
+    assert cost.handoff_s == pytest.approx(0.002, rel=0.05)
+    assert cost.step_s(1, 0) == pytest.approx(plain.step_s, rel=0.05)
+    assert cost.step_s(4, 0, batch=1, depth=3, feed=1) == pytest.approx(asked.step_s, rel=0.05)
+
+
+def test_what_sampling_takes_is_paid_per_row() -> None:
+    cost = CostModel(cpu_table())
+    for number in range(100):
+        rows = 8 - number % 2
+        cost.observe(step(rows=rows, verify_s=cost.verify_s(rows, 0), rest_s=0.0, sample_s=5e-4 * rows))
+    forward_s = (cost.verify_s(12, 0) - cost.verify_s(8, 0)) / 4
+    assert cost.row_s(8, 4) == pytest.approx(forward_s + 5e-4, rel=0.05)
+    assert cost.step_s(9, 0) - cost.step_s(9, 0, num_prompt_rows=4) == pytest.approx(4 * 5e-4, rel=0.05)
+
+
+def test_plain_steps_of_one_size_teach_by_their_mean() -> None:
+    each, mean = CostModel(cpu_table()), CostModel(cpu_table())
+    for seconds in (0.010, 0.016, 0.012, 0.014):
+        each.observe(step(rows=1, verify_s=seconds, rest_s=0.0))
+        mean.observe(step(rows=1, verify_s=0.013, rest_s=0.0))
+    assert each.verify_s(1, 0) == pytest.approx(mean.verify_s(1, 0))
+    assert each.verify_s(1, 0) != CostModel(cpu_table()).verify_s(1, 0)
 
 
 class TimedForward:

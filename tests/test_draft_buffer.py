@@ -55,9 +55,10 @@ from engine.errors import ConfigError, DraftDown, EngineUnavailable
 from engine.penalties import TokenOptions
 from engine.request import GrammarKind, GrammarSpec
 from engine.rules import Rules, Shaper
+from engine.sampling import Law
 from engine.shared_memory import join
 
-ROWS = [OrderRow(key, 0, (1, 2, 3), 5, 1.0, 1.0, 7, 1, True) for key in range(2)]
+ROWS = [OrderRow(key, 0, (1, 2, 3), 5, Law(1.0, 1.0, 7, 1, True)) for key in range(2)]
 OPTIONS = TokenOptions(
     num_prompt=3,
     presence_penalty=0.5,
@@ -65,7 +66,7 @@ OPTIONS = TokenOptions(
     stop_token_ids=(2,),
     grammar=GrammarSpec(kind="regex", text="[ab]+"),
 )
-ROWS_WITH_OPTIONS = [dataclasses.replace(row, top_k=4, min_p=0.1, options=OPTIONS) for row in ROWS]
+ROWS_WITH_OPTIONS = [dataclasses.replace(row, law=Law(1.0, 1.0, 7, 1, True, 4, 0.1), options=OPTIONS) for row in ROWS]
 
 
 @pytest.fixture
@@ -190,13 +191,15 @@ def order_rows(draw: st.DrawFn) -> OrderRow:
         start=start,
         feed=tuple(draw(st.lists(st.integers(0, 999), max_size=16))),
         k=draw(st.integers(0, 5)),
-        temperature=draw(st.floats(0, 1e6)),
-        top_p=draw(st.floats(0, 1, exclude_min=True)),
-        stream_key=draw(st.integers(0, 2**64 - 1)),
-        attempt=draw(int64s),
-        coupled=draw(st.booleans()),
-        top_k=draw(st.integers(0, 2**63 - 1)),
-        min_p=draw(st.floats(0, 1)),
+        law=Law(
+            temperature=draw(st.floats(0, 1e6)),
+            top_p=draw(st.floats(0, 1, exclude_min=True)),
+            stream_key=draw(st.integers(0, 2**64 - 1)),
+            attempt=draw(int64s),
+            coupled=draw(st.booleans()),
+            top_k=draw(st.integers(0, 2**63 - 1)),
+            min_p=draw(st.floats(0, 1)),
+        ),
         options=draw(st.none() | token_options) if start == 0 else None,
     )
 

@@ -37,6 +37,7 @@ from engine.models import load_model
 from engine.models.drafts import load_draft
 from engine.packing import SpanRows, pack_spans
 from engine.request import SamplingParams, Submit
+from engine.sampling import Law
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -75,7 +76,7 @@ def drafts(folder: Path, target_folder: Path) -> DraftModel:
 
 def order(key: int, start: int, feed: list[int], places: list[int], **law: Any) -> OrderRow:
     given = {"temperature": 0.0, "top_p": 1.0, "stream_key": 3, "attempt": 1, "coupled": False} | law
-    return OrderRow(key, start, tuple(feed), NUM_DRAFTED, feature_rows=tuple(places), **given)
+    return OrderRow(key, start, tuple(feed), NUM_DRAFTED, Law(**given), feature_rows=tuple(places))
 
 
 def laws_along(draft: EagleDraft, tokens: list[int], num_known: int, features: torch.Tensor) -> list[torch.Tensor]:

@@ -34,6 +34,7 @@ from engine.draft_protocol import AnswerRow, BufferSpec, Order, OrderRow
 from engine.errors import EngineError, ShardDown
 from engine.plan_ring import PlanRing, PlanSpec, ring_bytes
 from engine.request import Delta, GrammarSpec, SamplingParams, Submit
+from engine.sampling import Law
 from engine.shard_socket import ShardSocket
 from engine.step import ForwardPlan
 from engine.wire import HEADER, AbortCommand, StepDeltas, SubmitCommand, decode_command, decode_event, frame, frame_len
@@ -255,7 +256,7 @@ def test_a_scribbled_draft_buffer_is_noticed_or_harmless(places: list[tuple[int,
     buffer = mmap.mmap(-1, block_bytes(SPEC))
     block = DraftBlock(buffer, SPEC, epoch=7)
     block.initialize()
-    rows = [OrderRow(key, 0, (1, 2, 3), k, 1.0, 1.0, 7, 1, True) for key, k in ((1, 4), (2, 2))]
+    rows = [OrderRow(key, 0, (1, 2, 3), k, Law(1.0, 1.0, 7, 1, True)) for key, k in ((1, 4), (2, 2))]
     block.write_order(1, rows, [5])
     block.write_answer(block.read_order(1), [AnswerRow((1, 2), (0.5, 0.5)), AnswerRow((3,))], 0.1)
     scribbled(buffer, places, 64 if near else 1 << 30)

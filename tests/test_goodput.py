@@ -274,6 +274,46 @@ def test_prompts_in_a_step_do_not_make_drafts_look_cheap() -> None:
         assert pacer.predicted.seconds == pytest.approx(4e-4 * (len(decodes) + num_prefill_rows), rel=0.05)
 
 
+def request_of(key: int, *, num_prompt: int = 1, temperature: float = 1.0) -> Request:
+    sampling = SamplingParams(max_tokens=100, temperature=temperature)
+    submit = Submit(request_id=str(key), prompt=(1,) * num_prompt, sampling=sampling)
+    return Request(submit=submit, key=key, stream_key=0, tokens=[1] * num_prompt)
+
+
+def test_prompts_that_the_draft_has_to_read_are_part_of_its_price() -> None:
+    """An answer of some hundred tokens does not pay for reading ten thousand of a prompt."""
+    table = replace(cpu_table(), feed_s=1e-4)
+    for num_prompt, is_worth_it in ((50, True), (10_000, False)):
+        pacer = make_goodput("draft_model", MAX_K, table)
+        choices = pacer.choose(Plan(max_k=MAX_K), [request_of(1, num_prompt=num_prompt)], 0)
+        assert pacer.predicted is not None
+        assert (max(choice.k for choice in choices) > 0) == is_worth_it
+
+
+def test_a_choice_holds_until_the_batch_changes() -> None:
+    pacer, plan = make_goodput("draft_model", MAX_K, cpu_table()), Plan(max_k=MAX_K)
+    batch = [request_of(1), request_of(2, temperature=0.0)]
+    first = pacer.choose(plan, batch, 0)
+    assert pacer.choose(plan, batch, 0) is first
+    assert pacer.choose(plan, batch[:1], 0) is not first
+    assert len(pacer.choose(plan, batch[:1], 0)) == 1
+    assert pacer.choose(replace(plan, max_k=1), batch[:1], 0)[0].k <= 1
+    assert any(pacer.choose(plan, batch, 0) is not first for _ in range(20)), "and not for good"
+
+
+def test_what_holds_while_off_is_given_to_whoever_comes() -> None:
+    table = CostTable(verify_s=tuple(1e-3 * rows for rows in ROW_KNOTS), pass_s=(1.0,) * len(BATCH_KNOTS))
+    pacer, plan = make_goodput("eagle", MAX_K, table, lookup=True), Plan(max_k=MAX_K)
+    stats = Simulation(table, WORKLOADS["adversarial"], lambda _: 1)
+    stats.run(pacer, plan, 2.0)
+    assert not pacer.toggle.is_on
+    for number in range(1, 40):
+        batch = [request_of(1000 + key, temperature=float(key % 2)) for key in range(number)]
+        choices = pacer.choose(plan, batch, 0)
+        assert [choice.k for choice in choices] == [0] * number or choices[0].reason == "probe"
+        assert all(choice.free_ks is not None for choice in choices)
+
+
 def test_choosing_is_cheap() -> None:
     """A guard against a slip of an order of magnitude; figures are measured in `bench`."""
     survival = np.cumprod(np.random.default_rng(0).uniform(0.3, 0.95, (32, MAX_K)), axis=1)

@@ -200,20 +200,13 @@ class RemoteDrafter:
             feed = tuple(request.tokens[start : min(start + room, stop)])
             room -= len(feed)
             caught_up = start + len(feed) == len(request.tokens)
-            law = Law.of(request)
             orders.append(
                 OrderRow(
                     key=request.key,
                     start=start,
                     feed=feed,
                     k=span.k if caught_up else 0,
-                    temperature=law.temperature,
-                    top_p=law.top_p,
-                    stream_key=law.stream_key,
-                    attempt=law.attempt,
-                    coupled=law.coupled,
-                    top_k=law.top_k,
-                    min_p=law.min_p,
+                    law=Law.of(request),
                     floor=span.floor,
                     options=request.rules.options if request.rules is not None and start == 0 else None,
                     feature_rows=self._log.rows(request.key, start, len(feed)) if self._log is not None else (),

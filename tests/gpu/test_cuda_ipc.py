@@ -14,6 +14,7 @@ import torch
 from engine.device_buffers import BufferHandle, TargetEnd, create_draft_buffer, gpu_uuid, open_draft_buffer
 from engine.draft_protocol import AnswerRow, BufferSpec, OrderRow
 from engine.errors import ConfigError, DraftDown, EngineUnavailable
+from engine.sampling import Law
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +23,7 @@ pytestmark = [
 
 NODE = "node-a"
 SPEC = BufferSpec(max_rows=8, max_k=4, max_feed=64, max_released=8, draft_vocab=32_000)
-ROWS = [OrderRow(key, 0, (1,), 4, 1.0, 1.0, 0, 0, True) for key in range(8)]
+ROWS = [OrderRow(key, 0, (1,), 4, Law(1.0, 1.0, 0, 0, True)) for key in range(8)]
 CHILDREN = multiprocessing.get_context("spawn")
 
 
