@@ -92,6 +92,8 @@ async def run_cells(
             windows: dict[str, list[Window]] = {policy: [] for policy in policies}
             await load.resize(count)
             for turn in range(rounds):
+                await load.restart(turn)  # unmeasured, or the first policy alone would compute the round's prompts
+                await asyncio.sleep(min(seconds, warm_s(count)))
                 for policy in turned(policies, turn):
                     await load.restart(turn)
                     await server.follow(policy)
