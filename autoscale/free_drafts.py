@@ -17,7 +17,7 @@ from engine.step import RowOutcome
 
 MARGIN = 1.1
 """A row has to promise so many times its price: close to it nothing is won, and looking it up takes time, too."""
-EXPLORE_CALLS = 16
+EXPLORE_CALLS = 64
 """So often one token is drafted although it does not seem to pay."""
 PRIORS = ((0.5, 0.65, 0.7), (0.6, 0.7, 0.75), (0.75, 0.8), (0.85,))
 """Acceptance by position before anything was seen, per match class; the last one goes on."""

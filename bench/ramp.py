@@ -73,6 +73,7 @@ async def _climb(
         await load.resize(level)
         if level < before and index == len(levels) - 1:
             back_s = await _drafting_again(meter, fallen)
+        await load.restart(index)  # so that every policy is asked the same at this level
         await asyncio.sleep(first_s + PER_STREAM_S * max(0, level - before))
         windows.append(await meter.over(seconds))
         before = level

@@ -33,5 +33,7 @@ class WrongDrafter:
         self.inner.forget(keys)
 
     def _swapped(self, row: DraftRow) -> DraftRow:
+        if not row.token_ids:
+            return row
         half = self._vocab_size // 2
         return replace(row, token_ids=tuple((token + half) % self._vocab_size for token in row.token_ids), probs=None)
