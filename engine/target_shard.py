@@ -262,6 +262,9 @@ class TargetShard:
                 received = self._receiver.receive(0.5)
                 if received is not None:
                     runner.forward(received[1])
+        except ShardDown:
+            if not self._stop.is_set():  # told to stop, it may find that the others were faster
+                raise
         finally:
             self._receiver.close()
 

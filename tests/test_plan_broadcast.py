@@ -27,6 +27,7 @@ from buffer_children import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from engine.errors import ConfigError, ShardDown
 from engine.plan_broadcast import PlanReceiver, PlanSender, PlanSpec
@@ -191,7 +192,7 @@ def test_a_plan_above_the_capacity_is_the_callers_error(sender: PlanSender) -> N
         ({"logit_rows": np.zeros(2, dtype=np.int64)}, "int32"),
     ):
         with pytest.raises(ValueError, match=message):
-            sender.send(0, dataclasses.replace(plan, **changes), deadline_s=1)
+            sender.send(0, structs.replace(plan, **changes), deadline_s=1)
     sender.send(0, plan, deadline_s=1)
     assert receiver.receive(1) is not None
     receiver.close()
