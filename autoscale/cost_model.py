@@ -1,6 +1,6 @@
 """What a step costs, as a function of what it computes: measured at start, refined by every step, monotone always.
 
-    t_step = t_verify(rows, context) + t_draft(batch, depth, feed) + overhead
+    t_step = t_verify(rows, context) + t_judge * rows + t_draft(batch, depth, feed) + overhead
 
 Owns which part of a step teaches which curve (`curve.Curve`). Seconds in, seconds out; no torch, no clock, no knowledge
 of requests.

@@ -118,7 +118,8 @@ class Goodput:
         if not decodes or width == 0:
             self.predicted = None
             return [_OFF] * len(decodes)
-        place = ([request.key for request in decodes], num_prefill_rows)
+        keys = [request.key for request in decodes]
+        place = (keys, num_prefill_rows)
         if plan is self._kept_plan and self._kept_steps > 0:
             self._kept_steps -= 1
             if place == self._kept_place:
@@ -127,15 +128,17 @@ class Goodput:
                 self.predicted = None
                 kinds = [kind_of(request.submit.sampling.workload) for request in decodes]
                 return self._complete_all([self._idle] * len(decodes), kinds)
-        self._kept = self._choose(plan, decodes, num_prefill_rows, width)
+        self._kept = self._choose(plan, decodes, keys, num_prefill_rows, width)
         self._kept_plan, self._kept_place = plan, place
         return self._kept
 
-    def _choose(self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int, width: int) -> Sequence[Choice]:
+    def _choose(
+        self, plan: Plan, decodes: Sequence[Request], keys: list[int], num_prefill_rows: int, width: int
+    ) -> Sequence[Choice]:
         if plan.priors is not self._priors:
             self._priors = plan.priors
             self.acceptance.believe([prior for prior in plan.priors if prior.method == self._method])
-        best, plain_s, prompts_s = self._best(decodes, width, num_prefill_rows)
+        best, plain_s, prompts_s = self._best(decodes, keys, width, num_prefill_rows)
         gain = best.goodput * plain_s / len(decodes)
         worth_probing = self.toggle.is_on or self._could_pay(len(decodes), plain_s, num_prefill_rows)
         mode = self.toggle.decide(
@@ -209,13 +212,14 @@ class Goodput:
         for key in stats.ended:
             self._known.pop(key, None)
 
-    def _best(self, decodes: Sequence[Request], width: int, num_prefill_rows: int) -> tuple[Allocation, float, float]:
+    def _best(
+        self, decodes: Sequence[Request], keys: list[int], width: int, num_prefill_rows: int
+    ) -> tuple[Allocation, float, float]:
         """The best allocation, the duration of the step without drafts and prompts, and what the prompts add.
 
         Prompts must be computed whatever is drafted beside them, so their time is nobody's gain: counted in, it would
         make a row look cheap where the next steps yield the same token for less. What a row adds is priced beside them.
         """
-        keys = [request.key for request in decodes]
         depths = self._depths(keys, decodes, width)
         batch, facts = len(keys), self._batch
         rows = batch + num_prefill_rows
@@ -234,10 +238,8 @@ class Goodput:
             depths=depths,
         )
         self._depth = max(1, best.depth)
-        prompts_s = (
-            self.cost.step_s(rows, context, num_prompt_rows=num_prefill_rows) - plain_s if num_prefill_rows else 0.0
-        )
-        return best, plain_s, prompts_s
+        whole_s = self.cost.step_s(rows, context, num_prompt_rows=num_prefill_rows)
+        return best, plain_s, whole_s - plain_s
 
     def _feed(self, tokens: float) -> float:
         """Committed tokens that the draft reads per step: what a step yields, its share of prompts, what was missed."""

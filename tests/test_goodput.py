@@ -304,8 +304,7 @@ def test_a_choice_holds_until_the_batch_changes() -> None:
 def test_what_holds_while_off_is_given_to_whoever_comes() -> None:
     table = CostTable(verify_s=tuple(1e-3 * rows for rows in ROW_KNOTS), pass_s=(1.0,) * len(BATCH_KNOTS))
     pacer, plan = make_goodput("eagle", MAX_K, table, lookup=True), Plan(max_k=MAX_K)
-    stats = Simulation(table, WORKLOADS["adversarial"], lambda _: 1)
-    stats.run(pacer, plan, 2.0)
+    Simulation(table, WORKLOADS["adversarial"], lambda _: 1).run(pacer, plan, 2.0)
     assert not pacer.toggle.is_on
     for number in range(1, 40):
         batch = [request_of(1000 + key, temperature=float(key % 2)) for key in range(number)]
