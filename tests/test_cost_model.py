@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
+from test_recorder import make_step
 
 from autoscale.cost_model import BATCH_KNOTS, ROW_KNOTS, CostModel, CostTable
 from autoscale.curve import Curves, Points
@@ -19,7 +20,7 @@ from autoscale.simulate import Simulation, Workload
 from engine.draft_protocol import Answer, AnswerRow
 from engine.plan import Choice, Plan
 from engine.request import Request
-from engine.step import ForwardPlan, RowOutcome, StepStats
+from engine.step import ForwardPlan, StepStats
 
 
 @given(st.lists(st.tuples(st.floats(1, 3000), st.floats(0, 1), st.floats(0, 1e5)), max_size=60), st.booleans())
@@ -80,25 +81,10 @@ def test_one_hiccup_moves_little_and_a_lasting_change_is_followed() -> None:
 def step(*, rows: int, verify_s: float, rest_s: float, sample_s: float = 0.0, draft_s: float = 0.0) -> StepStats:
     """Of one request; asks the draft for the rows after the first one when there are any."""
     drafted = rows - 1
-    return StepStats(
-        step_id=1,
-        num_decodes=1,
-        num_prefill_tokens=0,
-        num_waiting=0,
-        num_rows=rows,
+    return structs.replace(
+        make_step([(drafted, 0)], 0) if drafted else make_step([], 1),
         context_len=0,
-        num_drafted=drafted,
-        num_accepted=0,
-        num_emitted=1,
-        accepted_by_position=(0,) * drafted,
-        drafted_by_position=(1,) * drafted,
-        depth=drafted,
-        k_by_reason={"plan": 1},
-        outcomes=(RowOutcome(1, drafted, 0, 10),) if drafted else (),
-        num_fed=1 if drafted else 0,
-        ended=(),
-        accepted_per_finished=(),
-        schedule_s=0.0,
+        num_fed=min(1, drafted),
         draft_s=draft_s,
         handoff_s=0.0,
         verify_s=verify_s,
