@@ -1,0 +1,1 @@
+"""Which K for which request, and how many replicas. No torch."""

@@ -47,7 +47,7 @@ def _add_soak(actions: Any) -> None:
     soak.add_argument("--pause", type=float, default=20.0, metavar="S", help="seconds between a recovery and a fault")
     soak.add_argument("--seed", type=int, default=0)
     soak.add_argument("--out", type=Path, help="write every outcome, fault and sample as JSON")
-    soak.set_defaults(run=_run("soak", "soak"))
+    soak.set_defaults(run=_run("soak.run", "soak"))
 
 
 def _add_pace(actions: Any) -> None:
@@ -77,7 +77,7 @@ def _add_pace(actions: Any) -> None:
     other.add_argument(
         "--resume", type=float, metavar="S", help="acceptance before and after S seconds of K = 0, at the most streams"
     )
-    pace.set_defaults(run=_run("pace", "pace"))
+    pace.set_defaults(run=_run("pace.run", "pace"))
 
 
 def _add_peers(actions: Any) -> None:
@@ -106,7 +106,7 @@ def _add_peers(actions: Any) -> None:
     peers.add_argument("--only", nargs="+", metavar="NAME", help="columns to measure, such as 'paceline plain' vllm")
     peers.add_argument("--quick", action="store_true", help="two rounds, one request per stream: a quarter of an hour")
     peers.add_argument("--plot", type=Path, metavar="PNG", help="draw it (needs matplotlib)")
-    peers.set_defaults(run=_run("peers", "peers"))
+    peers.set_defaults(run=_run("peers.run", "peers"))
 
 
 def _add_engine(actions: Any) -> None:
@@ -116,7 +116,7 @@ def _add_engine(actions: Any) -> None:
         parents=[_common(streams=PEER_STREAMS)],
     )
     engine.add_argument("--draft", default="none", choices=["none", "ngram"])
-    engine.set_defaults(run=_run("engine_alone", "engine"))
+    engine.set_defaults(run=_run("engine_only.run", "engine"))
 
 
 def _common(streams: Sequence[int] = STREAMS) -> argparse.ArgumentParser:

@@ -1,1 +1,1 @@
-"""Grafana dashboards and Prometheus alerts as code. Reads only `engine.metrics`."""
+"""Grafana dashboards and Prometheus alerts as code. Reads only `engine.metrics.definitions`."""

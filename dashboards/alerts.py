@@ -10,7 +10,7 @@ from typing import Any
 
 from dashboards.model import Alert
 from dashboards.promql import Scope
-from dashboards.serving import TTFT_OBJECTIVE_S
+from dashboards.queries import TTFT_OBJECTIVE_S
 
 REPLICA = ("app", "model", "replica")
 MODEL = ("app", "model")

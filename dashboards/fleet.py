@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dashboards.model import Board, Panel, Query, Row
 from dashboards.promql import Scope
-from dashboards.serving import kv_use
-from dashboards.speculation import switches
+from dashboards.queries import kv_use, switches
 
 REPLICA = "{{replica}}"
 

@@ -1,4 +1,4 @@
-"""Options of `paceline dashboards ...`. What the actions do is in `dashboards.actions`, imported when one runs."""
+"""Options of `paceline dashboards ...`. What the actions do is in `dashboards.commands`, imported when one runs."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def add_dashboards_parser(subparsers: Any) -> None:
 
 def _run(name: str) -> Any:
     def run(options: argparse.Namespace) -> int:
-        from dashboards import actions
+        from dashboards import commands
 
-        status: int = getattr(actions, name)(options)
+        status: int = getattr(commands, name)(options)
         return status
 
     return run

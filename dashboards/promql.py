@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dashboards.model import Query, Unit
-from engine.metrics import COMMON_LABELS, Metric, by_name
+from engine.metrics.definitions import COMMON_LABELS, Metric, by_name
 
 CATALOGUE = by_name()
 PER_SECOND: dict[str, Unit] = {"tokens": "tokens/s", "seconds": "percentunit"}

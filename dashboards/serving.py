@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from dashboards.model import Board, Panel, Query, Row
 from dashboards.promql import Scope
-from dashboards.speculation import switches
-
-TTFT_OBJECTIVE_S = 1.0
-"""Objective of the 95th percentile of time to first token, for the line in the panel and the alert."""
+from dashboards.queries import TTFT_OBJECTIVE_S, error_share, kv_use, switches
 
 
 def board(scope: Scope) -> Board:
@@ -22,19 +19,6 @@ def board(scope: Scope) -> Board:
         rows=(_latency(scope), _load(scope), _errors(scope), _cache(scope)),
         annotations=(switches(scope),),
     )
-
-
-def error_share(scope: Scope) -> Query:
-    """Requests that ended in an error over all that ended."""
-    failed = scope.rate("requests_total", where='reason="error"')
-    return Query(f"{failed.expr} / {scope.rate('requests_total').expr}", "percentunit", "errors")
-
-
-def kv_use(scope: Scope, *by: str) -> Query:
-    """Used over all KV blocks, per cache."""
-    used, free = (scope.gauge(name, *by, "cache").expr for name in ("kv_used_blocks", "kv_free_blocks"))
-    legend = " ".join(f"{{{{{label}}}}}" for label in (*by, "cache"))
-    return Query(f"{used} / ({used} + {free})", "percentunit", legend)
 
 
 def _percentiles(scope: Scope, name: str) -> tuple[Query, ...]:

@@ -5,8 +5,9 @@ Owns the choice and words of its panels. Queries come from the declarations.
 
 from __future__ import annotations
 
-from dashboards.model import Annotation, Board, Panel, Query, Row
+from dashboards.model import Board, Panel, Row
 from dashboards.promql import Scope
+from dashboards.queries import gain, switches
 
 
 def board(scope: Scope) -> Board:
@@ -18,18 +19,6 @@ def board(scope: Scope) -> Board:
         rows=(_gain(scope), _pace(scope), _acceptance(scope), _time(scope)),
         annotations=(switches(scope),),
     )
-
-
-def switches(scope: Scope) -> Annotation:
-    """Where drafting went on or off, with the cause."""
-    moved = Scope(scope.selector, "1m").declared("switches_total")
-    return Annotation("Switches", f"{moved.expr} > 0", "Drafting switched", "{{cause}}", "orange")
-
-
-def gain(scope: Scope) -> Query:
-    """Realised goodput over what the same steps would have given at K = 0."""
-    realised, plain = scope.declared("realised_tokens_total"), scope.declared("plain_tokens_total")
-    return Query(f"({realised.expr}) / ({plain.expr})", "x", "gain")
 
 
 def _gain(scope: Scope) -> Row:

@@ -1,0 +1,1 @@
+"""Ray Serve: HTTP, the OpenAI protocol, placement and settings."""

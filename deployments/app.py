@@ -11,9 +11,9 @@ import ray
 from ray import serve
 from ray.serve import Application
 
-from deployments.placement import bundles
+from deployments.cluster.placement import bundles
+from deployments.cluster.serve_autoscaling import POLICY_PATH
 from deployments.replica import Replica
-from deployments.scaling import POLICY_PATH
 from deployments.settings import AppSettings
 from engine.config import EngineConfig
 

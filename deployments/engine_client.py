@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from engine.request import Delta, Submit
+from engine.messages import Delta, Submit
 
 HealthStatus = Literal["ok", "starting", "degraded", "restarting", "draining", "drained", "dead"]
 

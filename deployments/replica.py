@@ -15,22 +15,21 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 
-from deployments.access import Access
-from deployments.admin import AdminDependencies, add_admin_routes, admin_key
-from deployments.admission import Admission
-from deployments.api import ApiDependencies, ApiLimits, attach, build_api
-from deployments.continuation import ContinuedEngine
-from deployments.direct_http import DirectHttp
-from deployments.drafts import with_draft
-from deployments.engine_group import EngineGroup
-from deployments.keys import KeyRing
-from deployments.observing import ReplicaObserver
+from deployments.cluster.drafts import check_draft_vocabulary, with_draft
+from deployments.cluster.engine_group import EngineGroup
+from deployments.cluster.failover import ContinuedEngine
+from deployments.http.access import Access
+from deployments.http.admin import AdminDependencies, add_admin_routes, admin_key
+from deployments.http.admission import Admission
+from deployments.http.app import ApiDependencies, ApiLimits, attach, build_api
+from deployments.http.direct_port import DirectHttp
+from deployments.http.keys import KeyRing
+from deployments.http.ui_routes import add_ui_routes
+from deployments.monitoring.replica_observer import ReplicaObserver
+from deployments.openai.tokenizer import TextCodec
 from deployments.settings import AppSettings, LiveSettings, check_live
-from deployments.text import TextCodec
-from deployments.ui_routes import add_ui_routes
-from deployments.vocabulary import check_draft_vocabulary
+from engine.checkpoint.store import resolve_model
 from engine.errors import EngineUnavailable
-from engine.model_store import resolve_model
 
 
 class Replica:

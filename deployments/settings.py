@@ -15,7 +15,7 @@ from engine.errors import ConfigError
 
 
 class AutoscalingSettings(Settings):
-    """How many replicas, by the time per output token; `autoscale.replicas` says how."""
+    """How many replicas, by the time per output token; `autoscale.replicas.decision` says how."""
 
     min_replicas: Annotated[int, Field(ge=1, le=1000)] = 1
     max_replicas: Annotated[int, Field(ge=1, le=1000)] = 4

@@ -1,0 +1,1 @@
+"""Drafts trained from a target."""

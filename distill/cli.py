@@ -34,10 +34,10 @@ from distill.prompts import Prompt, prompts
 from distill.settings import Objective, TrainConfig
 from distill.sources import collect, is_prose
 from distill.trainer import train
+from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.store import resolve_model
 from engine.errors import ConfigError
-from engine.model_config import ModelConfig
-from engine.model_store import resolve_model
-from engine.models import Model, load_model
+from engine.model.load import Model, load_model
 
 
 def run_distill(args: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine.draft_folder import vocabulary_digest
+from engine.checkpoint.draft_check import vocabulary_digest
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [B, T, heads, d], k [B, T, kv_heads, d], v like k) -> [B, T, heads, d]."""

@@ -18,9 +18,9 @@ from torch import Tensor
 from distill.data import Document
 from distill.likeliest import Likeliest, likeliest
 from engine.config import CPU_BLOCK, CUDA_PAGE
-from engine.model_runner import ModelRunner
-from engine.models import Model
-from engine.step import ForwardPlan
+from engine.core.step import ForwardPlan
+from engine.model.load import Model
+from engine.model.runner import ModelRunner
 
 
 @dataclass(frozen=True)

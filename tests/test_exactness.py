@@ -19,13 +19,15 @@ from reference import sequence_law
 from statistic import p_value
 from toy_eagle import FeaturedToy, toy_eagle
 
-from engine.drafter import Drafter, NoDrafter
-from engine.drafters.lookup_first import LookupFirst
-from engine.drafters.ngram import NgramDrafter
-from engine.plan import Choice, Plan
-from engine.request import Request, SamplingParams, Submit
-from engine.sampling import Law, Purpose, draw, gumbel, stream_seed, warp
-from engine.step import Batch, Draft, DraftRow, StepStats
+from engine.core.drafter import Drafter, NoDrafter
+from engine.core.pacing import Choice, Plan
+from engine.core.request import Request
+from engine.core.stats import StepStats
+from engine.core.step import Batch, Draft, DraftRow
+from engine.draft.first_of import LookupFirst
+from engine.draft.ngram import NgramDrafter
+from engine.messages import SamplingParams, Submit
+from engine.sampling.distribution import Law, Purpose, draw, gumbel, stream_seed, warp
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

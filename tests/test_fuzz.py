@@ -23,21 +23,29 @@ from fuzzing import sample
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.access import Access
-from deployments.api import build_api
-from deployments.keys import KeyEntry, KeyRing, hash_key
-from deployments.protocol import ChatBody, CompletionBody
-from engine.block_checks import CorruptBlock
-from engine.draft_block import DraftBlock
-from engine.draft_layout import block_bytes
-from engine.draft_protocol import AnswerRow, BufferSpec, Order, OrderRow
+from deployments.http.access import Access
+from deployments.http.app import build_api
+from deployments.http.keys import KeyEntry, KeyRing, hash_key
+from deployments.openai.requests import ChatBody, CompletionBody
+from engine.core.step import ForwardPlan
+from engine.draft.messages import AnswerRow, Order, OrderRow
+from engine.draft_buffer.control_block import DraftBlock
+from engine.draft_buffer.layout import BufferSpec, CorruptBlock, block_bytes
 from engine.errors import EngineError, ShardDown
-from engine.plan_ring import PlanRing, PlanSpec, ring_bytes
-from engine.request import Delta, GrammarSpec, SamplingParams, Submit
-from engine.sampling import Law
-from engine.shard_socket import ShardSocket
-from engine.step import ForwardPlan
-from engine.wire import HEADER, AbortCommand, StepDeltas, SubmitCommand, decode_command, decode_event, frame, frame_len
+from engine.ipc.forward_ring import PlanRing, PlanSpec, ring_bytes
+from engine.ipc.replica_socket import ShardSocket
+from engine.ipc.wire import (
+    HEADER,
+    AbortCommand,
+    StepDeltas,
+    SubmitCommand,
+    decode_command,
+    decode_event,
+    frame,
+    frame_len,
+)
+from engine.messages import Delta, GrammarSpec, SamplingParams, Submit
+from engine.sampling.distribution import Law
 
 KEY = "a key of sixteen characters or more"
 URLS = {

@@ -18,17 +18,17 @@ import yaml
 from fuzzing import sample
 from hypothesis import given
 from hypothesis import strategies as st
-from test_model_store import write_gguf
+from tiny_gguf import write_gguf
 from tiny_models import write_model
 
-from deployments.keys import KeyRing
+from deployments.http.keys import KeyRing
+from deployments.local.yaml_config import DEFAULT_FILE, check, load
 from deployments.settings import LiveSettings
-from deployments.yaml_config import DEFAULT_FILE, check, load
-from engine.draft_folder import check_draft
+from engine.checkpoint.draft_check import check_draft
+from engine.checkpoint.gguf_file import GGUFFile
+from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.weights import WeightFiles
 from engine.errors import ConfigError
-from engine.gguf_file import GGUFFile
-from engine.model_config import ModelConfig
-from engine.weights import WeightFiles
 
 VALUES = yaml.safe_load(DEFAULT_FILE.read_text())
 SCALARS = st.one_of(

@@ -11,8 +11,8 @@ from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-PACKAGES = ("engine", "autoscale", "deployments", "dashboards", "bench", "distill")
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("paceline", "engine", "autoscale", "deployments", "dashboards", "bench", "distill")
 FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 FORBIDDEN_CALLS = {
@@ -26,11 +26,11 @@ FORBIDDEN_CALLS = {
     "tempfile.mktemp",
 }
 WALL_CLOCK = {
-    "autoscale/controller.py": "points of charts",
-    "deployments/generating.py": "`created` of an answer",
-    "deployments/observing.py": "start time, a metric",
+    "autoscale/control/controller.py": "points of charts",
+    "deployments/http/generate.py": "`created` of an answer",
+    "deployments/monitoring/replica_observer.py": "start time, a metric",
     "deployments/replica.py": "`created` of the model",
-    "deployments/timelines.py": "when a request arrived, for traces",
+    "deployments/monitoring/timelines.py": "when a request arrived, for traces",
 }
 """Where the wall clock may be read, and for what; everything that waits or measures uses the monotonic one."""
 

@@ -17,9 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from reference import generate
 from toy_requests import prompts
 
-from engine.drafter import Drafter, NoDrafter
-from engine.drafters.ngram import NgramDrafter
-from engine.request import SamplingParams, SpeculativeOptions, Submit
+from engine.core.drafter import Drafter, NoDrafter
+from engine.draft.ngram import NgramDrafter
+from engine.messages import SamplingParams, SpeculativeOptions, Submit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -19,8 +19,8 @@ import pytest
 import yaml
 from serving import Server, serving
 
-from deployments.keys import add_key, hash_key
-from deployments.yaml_config import DEFAULT_FILE
+from deployments.http.keys import add_key, hash_key
+from deployments.local.yaml_config import DEFAULT_FILE
 
 pytestmark = pytest.mark.ray
 
@@ -120,7 +120,7 @@ def test_a_key_opens_and_its_absence_does_not(faulty: Server, key: str) -> None:
 
 
 def test_sockets_and_folders_are_for_their_owner_only(faulty: Server) -> None:
-    """What is reachable by name in the file system; shared memory has no name (`engine.shared_memory`)."""
+    """What is reachable by name in the file system; shared memory has no name (`engine.ipc.shared_memory`)."""
     mine = {process.pid for process in faulty.processes()}
     for folder in Path("/tmp").glob("paceline-*"):
         if folder.stat().st_uid == os.geteuid():

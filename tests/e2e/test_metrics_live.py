@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_server import Prometheus
 from serving import Server
 
-from engine.metrics import METRICS
+from engine.metrics.definitions import METRICS
 
 pytestmark = pytest.mark.ray
 

@@ -12,7 +12,7 @@ from serving import Server
 
 pytestmark = pytest.mark.ray
 
-README = (Path(__file__).parent.parent.parent / "README.md").read_text()
+README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
 def blocks(language: str) -> list[str]:

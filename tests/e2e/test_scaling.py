@@ -15,10 +15,10 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from serving import Server, serving
 
-from bench.servers import Server as Endpoint
-from bench.streams import Streams
-from bench.workload import built_in
-from deployments import yaml_config
+from bench.load.servers import Server as Endpoint
+from bench.load.streams import Streams
+from bench.load.workload import built_in
+from deployments.local import yaml_config
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.device_buffers import BufferHandle, TargetEnd, create_draft_buffer, gpu_uuid, open_draft_buffer
-from engine.draft_protocol import AnswerRow, BufferSpec, OrderRow
+from engine.draft.messages import AnswerRow, OrderRow
+from engine.draft_buffer.layout import BufferSpec
+from engine.draft_buffer.target_end import BufferHandle, TargetEnd, create_draft_buffer, gpu_uuid, open_draft_buffer
 from engine.errors import ConfigError, DraftDown, EngineUnavailable
-from engine.sampling import Law
+from engine.sampling.distribution import Law
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,8 +13,8 @@ from near_tie import assert_same_or_near_tie
 from serving import serving
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.model_store import resolve_model
-from engine.request import SamplingParams, Submit
+from engine.checkpoint.store import resolve_model
+from engine.messages import SamplingParams, Submit
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,0 +1,1 @@
+"""The controller and what it exchanges with the engines."""

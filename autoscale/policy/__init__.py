@@ -1,0 +1,1 @@
+"""Which K: policies, the cost model and acceptance rates."""

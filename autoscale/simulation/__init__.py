@@ -1,0 +1,1 @@
+"""Policies replayed on hardware that need not exist."""

@@ -1,0 +1,73 @@
+"""What steps cost on machines that need not be at hand: measured once, or from a data sheet.
+
+Owns the tables by name, for `paceline simulate` and for tests. A deployment never reads them; it measures its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from autoscale.policy.cost_model import BATCH_KNOTS, ROW_KNOTS, CostTable
+
+
+def cpu_table() -> CostTable:
+    """SmolLM2-135M in bfloat16 on two cores with a draft of a tenth of a step, rounded from measurements."""
+    verify = np.interp(ROW_KNOTS, (1, 6, 16, 32, 96, 512, 2048), (0.0105, 0.0125, 0.021, 0.031, 0.062, 0.25, 1.0))
+    passes = np.interp(BATCH_KNOTS, (1, 16, 256), (0.0011, 0.0022, 0.02))
+    return CostTable(tuple(verify), tuple(passes), 1e-6, 3e-5, 1e-4, 5e-4)
+
+
+def roofline_table(
+    *,
+    target_bytes: float,
+    target_flops_per_token: float,
+    draft_bytes: float,
+    draft_flops_per_token: float,
+    bytes_per_s: float,
+    flops_per_s: float,
+    kv_bytes_per_token: float,
+    launch_s: float = 0.0,
+) -> CostTable:
+    """Costs of hardware from its data sheet: the longer of reading all weights and doing all arithmetic.
+
+    Args:
+        target_bytes, draft_bytes: weights that one device reads for a forward.
+        target_flops_per_token, draft_flops_per_token: on one device.
+        bytes_per_s, flops_per_s: of one device, as achieved rather than as advertised.
+        kv_bytes_per_token: of the target, on one device.
+        launch_s: per forward, independent of size.
+    """
+
+    def forward(size: float, flops: float, rows: int) -> float:
+        return launch_s + max(size / bytes_per_s, rows * flops / flops_per_s)
+
+    return CostTable(
+        tuple(forward(target_bytes, target_flops_per_token, rows) for rows in ROW_KNOTS),
+        tuple(forward(draft_bytes, draft_flops_per_token, batch) for batch in BATCH_KNOTS),
+        context_s=kv_bytes_per_token / bytes_per_s,
+        feed_s=draft_flops_per_token / flops_per_s,
+        handoff_s=5e-5,
+        overhead_s=5e-4,
+    )
+
+
+def h100_llama_70b() -> CostTable:
+    """Llama-3-70B in 16 bits on one H100-class device's worth of bandwidth per quarter, with a 1B draft on the first.
+
+    140 GB over four devices of 3.35 TB/s at 70 %; 2 x 70e9 flops per token over four of 989 TFLOP/s at 50 %.
+    """
+    return roofline_table(
+        target_bytes=35e9,
+        target_flops_per_token=35e9,
+        draft_bytes=2.5e9,
+        draft_flops_per_token=2.5e9,
+        bytes_per_s=3.35e12 * 0.7,
+        flops_per_s=989e12 * 0.5,
+        kv_bytes_per_token=80e3,
+        launch_s=3e-4,
+    )
+
+
+HARDWARE: dict[str, Callable[[], CostTable]] = {"cpu-smollm2": cpu_table, "h100-llama3-70b": h100_llama_70b}

@@ -1,0 +1,150 @@
+"""The engine without Serve and HTTP under a closed loop: the same prompts, tokens counted where they leave the shard.
+
+Owns the process of the shard and the loop over its socket. The figures are those of `bench.load.client`, so that both
+can stand in one table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from bench.load.client import Answer, Run
+from deployments.cluster.actors import device_env
+from deployments.openai.tokenizer import TextCodec
+from engine.checkpoint.store import EMBEDDED, resolve_model
+from engine.config import EngineConfig
+from engine.errors import EngineError, EngineUnavailable
+from engine.ipc.wire import HEADER, StepDeltas, SubmitCommand, decode_event, frame, frame_len
+from engine.messages import Delta, SamplingParams, Submit
+from engine.model.device import threads_per_shard
+
+STOP_TIMEOUT_S = 20.0
+
+
+@contextlib.contextmanager
+def bare_engine(draft: str, *, model: str = EMBEDDED) -> Iterator[BareEngine]:
+    """An engine in a process of its own, with the settings and the environment it has in a deployment.
+
+    Args:
+        draft: `none` or `ngram`; a draft model needs a deployment.
+
+    Raises:
+        EngineUnavailable: it does not start.
+    """
+    config = EngineConfig.parse({"model": model, "device": "cpu", "speculative": {"method": draft}})
+    command = [sys.executable, "-m", "bench.engine_only.bare_shard", config.model_dump_json()]
+    env = os.environ | device_env(threads_per_shard(config))
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True)
+    if process.stdin is None or process.stdout is None:
+        raise EngineUnavailable("no pipes")
+    try:
+        path = process.stdout.readline().strip()
+        if not path:
+            raise EngineUnavailable(f"{' '.join(command[:3])} did not start; its output says why")
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(path)
+            yield BareEngine(connection, TextCodec.from_folder(resolve_model(model, progress=False)))
+    finally:
+        process.stdin.close()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+@dataclass(slots=True)
+class _Running:
+    """One request on its way."""
+
+    prompt_index: int
+    begin_s: float
+    first_s: float | None = None
+    num_tokens: int = 0
+
+
+class BareEngine:
+    """The other end of a shard's socket. Made by `bare_engine`.
+
+    Args:
+        connection: to the shard.
+        codec: of its model.
+    """
+
+    def __init__(self, connection: socket.socket, codec: TextCodec) -> None:
+        self._connection = connection
+        self._stream = connection.makefile("rb")
+        self._codec = codec
+        self._num_sent = 0
+
+    def load(self, prompts: Sequence[str], *, streams: int, max_tokens: int) -> Run:
+        """Send every prompt once, `streams` at a time, greedy.
+
+        Raises:
+            EngineError: a request failed.
+        """
+        submits = [self._submit(prompt, max_tokens) for prompt in prompts]
+        waiting = iter(enumerate(submits))
+        running: dict[str, _Running] = {}
+        answers: list[Answer] = []
+        begin_s = time.perf_counter()
+        for _ in range(streams):
+            self._send_next(waiting, running)
+        while running:
+            for delta in self._deltas():
+                answer = _note(running, delta)
+                if answer is not None:
+                    answers.append(answer)
+                    self._send_next(waiting, running)
+        return Run(streams, time.perf_counter() - begin_s, tuple(answers), ())
+
+    def _submit(self, prompt: str, max_tokens: int) -> Submit:
+        self._num_sent += 1
+        return Submit(
+            request_id=str(self._num_sent),
+            prompt=self._codec.encode_chat([{"role": "user", "content": prompt}]),
+            sampling=SamplingParams(
+                max_tokens=max_tokens, temperature=0.0, stop_token_ids=tuple(self._codec.eos_token_ids)
+            ),
+        )
+
+    def _send_next(self, waiting: Iterator[tuple[int, Submit]], running: dict[str, _Running]) -> None:
+        following = next(waiting, None)
+        if following is not None:
+            index, submit = following
+            running[submit.request_id] = _Running(index, time.perf_counter())
+            self._connection.sendall(frame(SubmitCommand(submit)))
+
+    def _deltas(self) -> tuple[Delta, ...]:
+        event = decode_event(self._stream.read(frame_len(self._stream.read(HEADER.size))))
+        if not isinstance(event, StepDeltas):
+            raise EngineError(f"the engine says {event}")
+        return event.deltas
+
+
+def _note(running: dict[str, _Running], delta: Delta) -> Answer | None:
+    """The answer, if this ended one."""
+    if delta.error is not None:
+        raise EngineError(delta.error)
+    now, request = time.perf_counter(), running[delta.request_id]
+    request.num_tokens += len(delta.token_ids)
+    request.first_s = request.first_s or now
+    if delta.finish_reason is None:
+        return None
+    del running[delta.request_id]
+    return Answer(
+        ttft_s=request.first_s - request.begin_s,
+        total_s=now - request.begin_s,
+        num_tokens=request.num_tokens,
+        num_drafted=delta.num_drafted,
+        num_accepted=delta.num_accepted,
+        prompt_index=request.prompt_index,
+    )

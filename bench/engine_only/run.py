@@ -1,0 +1,65 @@
+"""`paceline bench engine`: the engine without Serve and HTTP, and what handing over to a draft costs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.engine_only.bare import bare_engine
+from bench.engine_only.handoff import measure_handoff
+from bench.engine_only.memory import read_bandwidth
+from bench.load.client import Run
+from bench.load.workload import choose_workload, pick
+from engine.checkpoint.store import EMBEDDED, resolve_model
+
+WARM_UP_TOKENS = 16
+
+
+def engine(options: argparse.Namespace) -> int:
+    """Measure and print; the figures as JSON where asked for."""
+    console = Console()
+    workload = choose_workload(options)
+    bandwidth = read_bandwidth()
+    weight_bytes = (resolve_model(EMBEDDED) / "model.safetensors").stat().st_size
+    runs: dict[int, list[Run]] = {count: [] for count in options.streams}
+    with bare_engine(options.draft) as alone:
+        for turn in range(options.rounds):
+            for count in options.streams:
+                prompts = pick(workload, max(count * options.per_stream, options.at_least), seed=1000 * count + turn)
+                alone.load(prompts[:count], streams=count, max_tokens=WARM_UP_TOKENS)
+                runs[count].append(alone.load(prompts, streams=count, max_tokens=options.max_tokens))
+    handoffs = {count: measure_handoff(num_rows=count).p50_us() for count in (1, 32)}
+    rows = [_row(count, done, weight_bytes / bandwidth) for count, done in runs.items()]
+    table = Table(title=f"engine alone, draft {options.draft}; memory reads at {bandwidth / 1e9:.1f} GB/s")
+    for name in rows[0]:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*(f"{value:g}" for value in row.values()))
+    console.print(table)
+    for count, (there_us, back_us) in handoffs.items():
+        console.print(f"handoff p50, {count} rows: to the draft {there_us:.1f} us, back {back_us:.1f} us")
+    if options.out is not None:
+        about = {"read_bytes_per_s": round(bandwidth), "handoff_p50_us": handoffs, "rows": rows}
+        options.out.write_text(json.dumps(about, indent=1) + "\n")
+    return 0
+
+
+def _row(count: int, runs: list[Run], pass_s: float) -> dict[str, Any]:
+    """Figures of one number of streams.
+
+    Args:
+        pass_s: seconds to read the weights once.
+    """
+    tpot_s = statistics.median(run.tpot_p50_s for run in runs)
+    return {
+        "streams": count,
+        "tokens_per_s": round(statistics.median(run.tokens_per_s for run in runs), 1),
+        "ttft_ms": round(1e3 * statistics.median(run.ttft_p50_s for run in runs), 1),
+        "tpot_ms": round(1e3 * tpot_s, 2),
+        "roofline": round(pass_s / tpot_s, 3),
+    }

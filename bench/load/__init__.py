@@ -1,0 +1,1 @@
+"""The load: workloads, clients, streams and the servers they talk to."""

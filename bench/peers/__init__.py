@@ -1,0 +1,1 @@
+"""Paceline beside vLLM and llama.cpp."""

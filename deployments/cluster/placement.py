@@ -1,0 +1,37 @@
+"""Where the processes of one replica go: the bundles of its placement group.
+
+Owns the mapping from roles to bundles. Bundle 0 is the replica's own (Serve puts it there); the controller and, on CPU,
+every device process share it. On GPU each shard has a bundle with one GPU, and the draft lives in that of shard 0.
+
+    cpu     [replica, controller, shards, draft]
+    cuda    [replica, controller] [shard 0, draft] [shard 1] ...
+"""
+
+from __future__ import annotations
+
+from deployments.settings import AppSettings
+from engine.config import EngineConfig
+
+
+def bundles(settings: AppSettings) -> list[dict[str, float]]:
+    """Placement group bundles of one replica; the strategy is STRICT_PACK."""
+    engine = settings.engine
+    if engine.device == "cuda":
+        return [{"CPU": 1.0}] + [{"CPU": 1.0, "GPU": 1.0}] * engine.tensor_parallel_size
+    return [{"CPU": 1.0 + settings.cpus_per_shard * engine.tensor_parallel_size}]
+
+
+def shard_bundle(engine: EngineConfig, rank: int) -> int:
+    return 1 + rank if engine.device == "cuda" else 0
+
+
+def draft_bundle(engine: EngineConfig) -> int:
+    return shard_bundle(engine, 0)
+
+
+CONTROLLER_NAMESPACE = "paceline"
+
+
+def controller_name(app_name: str) -> str:
+    """Of the controller of an app, in CONTROLLER_NAMESPACE."""
+    return f"controller:{app_name}"

@@ -1,0 +1,1 @@
+"""Routes, connections, keys and admission."""

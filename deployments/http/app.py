@@ -1,0 +1,191 @@
+"""The OpenAI-compatible HTTP application: its routes, and what stands before them.
+
+Owns which route does what and which error becomes what. Everything it needs comes in `ApiDependencies`, at construction
+or later, so it runs the same inside a Serve replica, under uvicorn and in a test. Does not know Ray or how an answer is
+made (`generating`).
+
+    CORS -> request id -> door (`access`) -> route
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from deployments.engine_client import Health
+from deployments.errors import from_validation, routing_error, to_http
+from deployments.http.access import Access, Guard
+from deployments.http.admission import Admission
+from deployments.http.connection import ClientGone, RequestContext, read_body
+from deployments.http.dependencies import ApiDependencies
+from deployments.http.generate import check_model, generate, json_response, parse_body
+from deployments.http.openapi import openapi_document
+from deployments.openai.prompts import ApiLimits, detokenize, has_messages, tokenize
+from deployments.openai.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, TokenizeChatBody
+from deployments.openai.responses import HealthReport, ModelCard, ModelList
+from engine.errors import EngineError, EngineUnavailable, PacelineError
+
+__all__ = ["ApiDependencies", "ApiLimits", "attach", "build_api"]
+
+CLIENT_GONE_STATUS = 499
+"""For logs only: nobody reads it."""
+
+
+def build_api(dependencies: ApiDependencies | None = None, access: Access | None = None) -> FastAPI:
+    """The application; without dependencies it answers 503 until `attach` brings them.
+
+    Args:
+        access: who may come in; without it, whoever reaches it.
+    """
+    app = FastAPI(title="Paceline", openapi_url=None, redirect_slashes=False)
+    if access is not None:
+        app.add_middleware(Guard, access=access)
+    app.add_middleware(RequestContext)
+    if access is not None and access.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(access.origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-request-id"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    app.add_exception_handler(PacelineError, _on_paceline_error)
+    app.add_exception_handler(HTTPException, _on_routing_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(ClientGone, _on_client_gone)
+    app.add_exception_handler(ClientDisconnect, _on_client_gone)
+    app.add_api_route("/health", _health, methods=["GET"])
+    app.add_api_route("/v1/models", _list_models, methods=["GET"])
+    app.add_api_route("/v1/models/{model_id:path}", _get_model, methods=["GET"])
+    # These read their bodies themselves, so FastAPI's way of doing it is skipped.
+    for path, route in POST_ROUTES.items():
+        app.add_route(path, route, methods=["POST"])
+    app.add_api_route("/openapi.json", _openapi, methods=["GET"])
+    app.state.dependencies = dependencies
+    return app
+
+
+def attach(app: FastAPI, dependencies: ApiDependencies) -> None:
+    """Give an application what it needs, after it was built."""
+    app.state.dependencies = dependencies
+
+
+def _dependencies(request: Request) -> ApiDependencies:
+    dependencies: ApiDependencies | None = request.app.state.dependencies
+    if dependencies is None:
+        raise EngineUnavailable("The server is starting; try again soon")
+    return dependencies
+
+
+async def _health(request: Request) -> Response:
+    try:
+        dependencies = _dependencies(request)
+        health = drained(await dependencies.client_provider().health(), dependencies.admission)
+    except EngineError as error:
+        health = Health(status="dead", reason=str(error), draft="unknown")
+    report = HealthReport(health.status, health.reason, health.draft)
+    return json_response(msgspec.json.encode(report), 200 if health.is_serving else 503)
+
+
+def drained(health: Health, admission: Admission) -> Health:
+    """The health of a server that may be draining."""
+    if admission.accepts or not health.is_serving:
+        return health
+    count = admission.num_in_flight
+    return replace(health, status="draining" if count else "drained", reason=f"{count} answers in flight")
+
+
+async def _list_models(request: Request) -> Response:
+    return json_response(msgspec.json.encode(ModelList((_model_card(_dependencies(request)),))))
+
+
+async def _get_model(request: Request, model_id: str) -> Response:
+    dependencies = _dependencies(request)
+    check_model(model_id, dependencies)
+    return json_response(msgspec.json.encode(_model_card(dependencies)))
+
+
+async def _chat_completions(request: Request) -> Response:
+    return await generate(request, ChatBody, _dependencies(request))
+
+
+async def _completions(request: Request) -> Response:
+    return await generate(request, CompletionBody, _dependencies(request))
+
+
+async def _tokenize(request: Request) -> Response:
+    dependencies = _dependencies(request)
+    raw = await read_body(request, max_bytes=dependencies.limits.max_body_bytes)
+    return json_response(await asyncio.to_thread(_tokenize_raw, raw, dependencies))
+
+
+def _tokenize_raw(raw: bytes, dependencies: ApiDependencies) -> bytes:
+    body_type: type[TokenizeBody | TokenizeChatBody] = TokenizeChatBody if has_messages(raw) else TokenizeBody
+    body = parse_body(raw, body_type, dependencies)
+    return msgspec.json.encode(tokenize(body, dependencies.codec, dependencies.limits))
+
+
+async def _detokenize(request: Request) -> Response:
+    dependencies = _dependencies(request)
+    raw = await read_body(request, max_bytes=dependencies.limits.max_body_bytes)
+    return json_response(await asyncio.to_thread(_detokenize_raw, raw, dependencies))
+
+
+def _detokenize_raw(raw: bytes, dependencies: ApiDependencies) -> bytes:
+    body = parse_body(raw, DetokenizeBody, dependencies)
+    return msgspec.json.encode(detokenize(body, dependencies.codec, dependencies.limits))
+
+
+async def _openapi(request: Request) -> Response:
+    dependencies: ApiDependencies | None = request.app.state.dependencies
+    return json_response(await asyncio.to_thread(openapi_document, dependencies and dependencies.model_name))
+
+
+POST_ROUTES = {
+    "/v1/chat/completions": _chat_completions,
+    "/v1/completions": _completions,
+    "/tokenize": _tokenize,
+    "/detokenize": _detokenize,
+}
+
+
+def _model_card(dependencies: ApiDependencies) -> ModelCard:
+    return ModelCard(
+        id=dependencies.model_name,
+        created=dependencies.created,
+        max_model_len=dependencies.limits.max_model_len,
+    )
+
+
+async def _on_paceline_error(request: Request, error: Exception) -> Response:
+    del request
+    return to_http(error).response()
+
+
+async def _on_routing_error(request: Request, error: Exception) -> Response:
+    if not isinstance(error, HTTPException):
+        raise error
+    return routing_error(error.status_code, request.method, request.url.path, error.headers).response()
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    """For routes with parameters that FastAPI checks itself."""
+    del request
+    if not isinstance(error, RequestValidationError):
+        raise error
+    details = error.errors()
+    # FastAPI puts where a value stood ("query", "path") before its name.
+    return to_http(from_validation([{**details[0], "loc": details[0]["loc"][1:]}])).response()
+
+
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    del request, error
+    return Response(status_code=CLIENT_GONE_STATUS)

@@ -1,0 +1,161 @@
+"""The two generation routes: the way of one request from its body to its answer, and what it holds meanwhile.
+
+Owns the order of checks, and that ids and places in the queue are free again however a request ends. Does not know
+routes, fields or how tokens are made.
+
+    body -> protocol -> generation.make_submits -> admission -> EngineClient -> generation.read_pieces -> (fanout ->)
+         -> deadline -> answers -> (sse ->) client
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from deployments.errors import ModelNotFound, from_validation
+from deployments.http.admission import ANONYMOUS, Client, choose_priority
+from deployments.http.answer_streams import merge, until
+from deployments.http.connection import read_body, while_connected
+from deployments.http.dependencies import ApiDependencies, RunningId
+from deployments.http.sse import EventStreamResponse, event_bytes
+from deployments.openai.choice_stream import make_choice, read_pieces
+from deployments.openai.engine_requests import make_submits
+from deployments.openai.requests import ChatBody, CompletionBody, ModelBody
+from deployments.openai.response_writer import AnswerWriter, ChatFormat, CompletionFormat, join
+from deployments.openai.responses import Piece
+from engine.messages import Submit
+
+B = TypeVar("B", bound=ModelBody)
+
+
+async def generate(
+    request: Request, body_type: type[ChatBody | CompletionBody], dependencies: ApiDependencies
+) -> Response:
+    """Answer a POST of either generation route, whole or as a stream.
+
+    Raises:
+        PacelineError: what goes wrong before the first token; later errors are in the stream.
+        ClientGone: nobody waits any more.
+    """
+    raw = await read_body(request, max_bytes=dependencies.limits.max_body_bytes)
+    client: Client = getattr(request.state, "client", ANONYMOUS)
+    held = ExitStack()  # what this request holds until its answer has ended; closing it again changes nothing
+    try:
+        claims = [_claim(request.state.request_id, dependencies, held)]
+        body, submits = await _prepare(raw, body_type, claims[0].request_id, dependencies)
+        priority = choose_priority(body, client)
+        held.callback(dependencies.admission.enter(client, len(submits)).release)
+        claims += [_claim(submit.request_id, dependencies, held) for submit in submits[1:]]
+        named = tuple(
+            replace(submit, request_id=claim.request_id, client=client.name, priority=priority)
+            for submit, claim in zip(submits, claims, strict=True)
+        )
+        pieces = _run(body, named, held, dependencies)
+        writer = _writer(body, submits, dependencies)
+        if not body.stream:
+            return json_response(await while_connected(request.receive, _collect(pieces, writer)))
+        # The first step decides the status line: what goes wrong before it is an ordinary error response.
+        first = await while_connected(request.receive, _take(pieces))
+    except BaseException:
+        held.close()
+        raise
+    events = event_bytes(first, pieces, writer, includes_usage=body.includes_usage, includes_silent=body.streams_tokens)
+    return EventStreamResponse(events)
+
+
+async def _prepare(
+    raw: bytes, body_type: type[ChatBody | CompletionBody], request_id: str, dependencies: ApiDependencies
+) -> tuple[ChatBody | CompletionBody, tuple[Submit, ...]]:
+    """Parse, check and tokenise; in a thread where it may take long, because of its length or a grammar.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    is_long = len(raw) > dependencies.limits.inline_body_bytes
+    if is_long:
+        body = await asyncio.to_thread(parse_body, raw, body_type, dependencies)
+    else:
+        body = parse_body(raw, body_type, dependencies)
+    make = partial(make_submits, body, request_id, dependencies.codec, dependencies.limits)
+    return body, await asyncio.to_thread(make) if is_long or body.needs_grammar else make()
+
+
+def parse_body(raw: bytes, body_type: type[B], dependencies: ApiDependencies) -> B:
+    """Raises InvalidRequest, naming the field."""
+    try:
+        body = body_type.model_validate_json(raw)
+    except ValidationError as error:
+        raise from_validation(error.errors(include_url=False)) from None
+    check_model(body.model, dependencies)
+    return body
+
+
+def _writer(body: ChatBody | CompletionBody, submits: Sequence[Submit], dependencies: ApiDependencies) -> AnswerWriter:
+    format_type = ChatFormat if isinstance(body, ChatBody) else CompletionFormat
+    return AnswerWriter(
+        format_type(dependencies.codec.name_of, body.num_logprobs or 0),
+        request_id=submits[0].request_id,
+        created=int(time.time()),
+        model=dependencies.model_name,
+        system_fingerprint=dependencies.system_fingerprint,
+        num_prompt=sum(len(submit.prompt) for submit in submits[:: body.num_choices]),
+        num_choices=len(submits),
+        choices_per_prompt=body.num_choices,
+    )
+
+
+def _claim(request_id: str, dependencies: ApiDependencies, held: ExitStack) -> RunningId:
+    claim = dependencies.running.claim(request_id)
+    held.callback(claim.release)
+    return claim
+
+
+def _run(
+    body: ChatBody | CompletionBody, submits: Sequence[Submit], held: ExitStack, dependencies: ApiDependencies
+) -> AsyncGenerator[Piece, None]:
+    """The pieces of all answers; what the request holds is free again when they end."""
+    client = dependencies.client_provider()
+    sources = []
+    for index, submit in enumerate(submits):
+        choice = make_choice(body, submit, index, dependencies.codec)
+        sources.append(read_pieces(client.generate(submit), choice))
+    return until(
+        sources[0] if len(sources) == 1 else merge(sources),
+        timeout_s=min(body.timeout or math.inf, dependencies.timeout_s),
+        at_end=held.close,
+    )
+
+
+async def _take(pieces: AsyncGenerator[Piece, None]) -> Piece:
+    return await anext(pieces)
+
+
+async def _collect(pieces: AsyncGenerator[Piece, None], writer: AnswerWriter) -> bytes:
+    choices: list[list[Piece]] = [[] for _ in range(writer.num_choices)]
+    try:
+        async for piece in pieces:
+            choices[piece.index].append(piece)
+    finally:
+        await pieces.aclose()
+    return writer.whole([join(choice) for choice in choices])
+
+
+def check_model(name: str, dependencies: ApiDependencies) -> None:
+    if name != dependencies.model_name:
+        raise ModelNotFound(
+            f"The model {name[:200]!r} does not exist; this server has {dependencies.model_name!r}", field="model"
+        )
+
+
+def json_response(content: bytes, status: int = 200) -> Response:
+    return Response(content, status, media_type="application/json")

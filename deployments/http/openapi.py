@@ -1,0 +1,165 @@
+"""The OpenAPI document of the HTTP interface, made from the models that requests are parsed and answers written with.
+
+Owns which route takes and gives what. Routes read raw bodies, so nothing here is found by inspecting them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from deployments.errors import ErrorEnvelope
+from deployments.openai.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, TokenizeChatBody
+from deployments.openai.responses import (
+    Answer,
+    ChatChoice,
+    ChatChunkChoice,
+    CompletionChoice,
+    Detokenized,
+    HealthReport,
+    ModelCard,
+    ModelList,
+    Tokenized,
+)
+
+_REF = "#/components/schemas/{%s}"
+_BODIES: tuple[type[BaseModel], ...] = (ChatBody, CompletionBody, TokenizeBody, TokenizeChatBody, DetokenizeBody)
+_ANSWERS: tuple[Any, ...] = (
+    Answer[ChatChoice],
+    Answer[ChatChunkChoice],
+    Answer[CompletionChoice],
+    ModelList,
+    ModelCard,
+    HealthReport,
+    Tokenized,
+    Detokenized,
+    ErrorEnvelope,
+)
+_ERRORS = {
+    400: "A field has a bad value, or the context is too short",
+    401: "No valid API key",
+    403: "Not from here: a server without keys answers on loopback only, and web pages elsewhere need cors_origins",
+    404: "No such model or route",
+    408: "The body came too slowly, or the answer was not complete within `timeout`",
+    413: "The body is too large",
+    415: "The body is said not to be JSON",
+    429: "Too many requests wait; see Retry-After",
+    500: "The engine failed",
+    503: "The engine is starting, draining or dead; see Retry-After",
+}
+
+
+@cache
+def openapi_document(model_name: str | None = None) -> bytes:
+    """The document as JSON; made once per name.
+
+    Args:
+        model_name: the only one that requests may name, where it is known.
+    """
+    document = _document()
+    if model_name is not None:
+        for body in _BODIES:
+            properties = document["components"]["schemas"][body.__name__]["properties"]
+            properties["model"] = properties["model"] | {"const": model_name}
+    return msgspec.json.encode(document)
+
+
+def _document() -> dict[str, Any]:
+    _, bodies = models_json_schema([(body, "validation") for body in _BODIES], ref_template=_REF % "model")
+    answers, components = msgspec.json.schema_components(_ANSWERS, ref_template=_REF % "name")
+    refs = {_name(kind): schema for kind, schema in zip(_ANSWERS, answers, strict=True)}
+    paths = {
+        "/health": {"get": _operation("How the engine is", refs["HealthReport"], also={503: refs["HealthReport"]})},
+        "/v1/models": {"get": _operation("The model served here", refs["ModelList"], errors=(503,))},
+        "/v1/models/{model_id}": {
+            "get": _operation("One model", refs["ModelCard"], errors=(404, 503))
+            | {"parameters": [{"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}]}
+        },
+        "/v1/chat/completions": {
+            "post": _operation(
+                "Answer a conversation", refs["ChatChoice"], body=_ref(ChatBody), chunk=refs["ChatChunkChoice"]
+            )
+        },
+        "/v1/completions": {
+            "post": _operation(
+                "Continue prompts", refs["CompletionChoice"], body=_ref(CompletionBody), chunk=refs["CompletionChoice"]
+            )
+        },
+        "/tokenize": {
+            "post": _operation(
+                "Token ids of a text or a conversation",
+                refs["Tokenized"],
+                body={"anyOf": [_ref(TokenizeBody), _ref(TokenizeChatBody)]},
+            )
+        },
+        "/detokenize": {"post": _operation("Text of token ids", refs["Detokenized"], body=_ref(DetokenizeBody))},
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Paceline", "version": version("paceline")},
+        "paths": paths,
+        "components": {"schemas": bodies["$defs"] | components},
+    }
+
+
+def _name(kind: Any) -> str:
+    """A name for a type in `refs`: that of its choices for an answer."""
+    arguments = getattr(kind, "__args__", ())
+    return str(arguments[0].__name__ if arguments else kind.__name__)
+
+
+def _ref(body: type[BaseModel]) -> dict[str, Any]:
+    return {"$ref": f"#/components/schemas/{body.__name__}"}
+
+
+def _operation(
+    summary: str,
+    answer: Mapping[str, Any],
+    *,
+    body: Mapping[str, Any] | None = None,
+    chunk: Mapping[str, Any] | None = None,
+    errors: tuple[int, ...] | None = None,
+    also: Mapping[int, Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """One operation.
+
+    Args:
+        answer, chunk: schema of the response, and of an event's data where it can stream.
+        body: schema of the request; its errors are then all possible.
+        also: further statuses with their schemas.
+    """
+    content: dict[str, Any] = {"application/json": {"schema": answer}}
+    if chunk is not None:
+        content["text/event-stream"] = {"schema": _event(chunk)}
+    responses: dict[str, Any] = {"200": {"description": "The answer", "content": content}}
+    for status in errors if errors is not None else tuple(_ERRORS) if body is not None else ():
+        responses[str(status)] = _json_response(_ERRORS[status], {"$ref": "#/components/schemas/ErrorEnvelope"})
+    for status, schema in (also or {}).items():
+        responses[str(status)] = _json_response(_ERRORS[status], schema)
+    operation: dict[str, Any] = {"summary": summary, "responses": responses}
+    if body is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+    return operation
+
+
+def _event(chunk: Mapping[str, Any]) -> dict[str, Any]:
+    """An event of a stream: a chunk, an error that ended it, or the mark of its end."""
+    data = {
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": [chunk, {"$ref": "#/components/schemas/ErrorEnvelope"}]},
+    }
+    return {
+        "type": "object",
+        "properties": {"data": {"type": "string", "anyOf": [{"const": "[DONE]"}, data]}},
+        "required": ["data"],
+    }
+
+
+def _json_response(description: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": schema}}}

@@ -1,0 +1,1 @@
+"""`paceline serve`: a Ray head and a deployment on this machine."""

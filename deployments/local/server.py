@@ -1,0 +1,162 @@
+"""`paceline serve`: a model served on this machine, from nothing to a healthy URL, until Ctrl-C.
+
+Owns the order of starting (model, Ray, deploy, health), what is printed, and that everything started here is stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import httpx
+from rich.console import Console
+
+from deployments.cluster.drafts import resolve_draft
+from deployments.http.keys import has_keys
+from deployments.local import yaml_config
+from deployments.local.ray_head import LOOPBACK, LocalRay, free_port
+from deployments.monitoring.discovery import clear_dead, targets_folder
+from deployments.settings import AppSettings
+from engine.checkpoint.draft_check import check_draft
+from engine.checkpoint.store import resolve_model
+from engine.errors import EngineUnavailable
+
+WILDCARDS = ("0.0.0.0", "::")
+SPARE_CPUS = 2
+"""Logical CPUs for Serve's own tasks beside the replica."""
+
+
+class _Stopped(Exception):
+    """SIGINT arrived, or a second SIGTERM."""
+
+
+def serve(values: dict[str, Any], *, start_timeout_s: float) -> int:
+    """Serve what a checked deployment file says, until SIGINT (at once) or SIGTERM (after what runs).
+
+    Args:
+        values: the file's content, with one application.
+        start_timeout_s: from deploying to healthy.
+
+    Returns:
+        Exit status.
+    """
+    console = Console(stderr=True)
+    (settings,) = yaml_config.check(values)
+    host, port = yaml_config.http_address(values)
+    values = yaml_config.past_proxy(values, proxy_host=LOOPBACK, proxy_port=free_port())
+    signal.signal(signal.SIGINT, _raise_stopped)
+    signal.signal(signal.SIGTERM, _raise_draining)
+    try:
+        console.print(f"Model [bold]{settings.engine.model}[/bold]")
+        folder = resolve_model(settings.engine.model)
+        if settings.engine.speculative.draft is not None:
+            check_draft(resolve_draft(settings.engine.speculative.draft, progress=True), folder)
+        with console.status("Starting Ray"):
+            ray = LocalRay(num_cpus=SPARE_CPUS + settings.most_replicas * 2).__enter__()
+        with contextlib.closing(_Closing(ray, console, targets_folder(settings.metrics_dir))):
+            base = f"http://{LOOPBACK if host in WILDCARDS else host}:{port}"
+            with console.status("Deploying"):
+                ray.put_applications(values)
+                _wait_until_healthy(ray, base, start_timeout_s)
+            _print_hello(base, settings.served_name, needs_key=has_keys(settings))
+            try:
+                while ray.is_running:
+                    time.sleep(0.5)
+            except _Draining:
+                console.print(f"Draining; what runs has {settings.drain_timeout_s:g} s. Ctrl-C stops at once.")
+                drain(ray, values, base, settings)
+                return 0
+            raise EngineUnavailable(f"Ray ended by itself:\n{ray.log_tail()}")
+    except (_Stopped, _Draining):
+        return 0
+
+
+def drain(ray: LocalRay, values: dict[str, Any], base: str, settings: AppSettings) -> None:
+    """Let what runs finish while new requests hear 503 with Retry-After; returns when it has, or its time is over."""
+    deadline = time.monotonic() + settings.drain_timeout_s
+    ray.put_applications(yaml_config.with_user_config(values, accepts_requests=False))
+    while time.monotonic() < deadline and ray.is_running:
+        with contextlib.suppress(httpx.HTTPError, ValueError):
+            if httpx.get(f"{base}/health", timeout=2.0).json()["status"] == "drained":
+                break
+        time.sleep(0.2)
+    if settings.most_replicas > 1:  # /health answered for one of them; Serve waits for each
+        ray.delete_applications(max(0.0, deadline - time.monotonic()))
+
+
+class _Closing:
+    """Stops Ray with a word to the user; further signals do not interrupt it."""
+
+    def __init__(self, ray: LocalRay, console: Console, targets: Path) -> None:
+        self._ray = ray
+        self._console = console
+        self._targets = targets
+
+    def close(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        with self._console.status("Stopping"):
+            self._ray.stop()
+        clear_dead(self._targets)  # of replicas that had no time to do it themselves
+        self._console.print("Stopped.")
+
+
+class _Draining(Exception):
+    """SIGTERM arrived."""
+
+
+def _raise_draining(number: int, frame: FrameType | None) -> None:
+    del number, frame
+    signal.signal(signal.SIGTERM, _raise_stopped)
+    raise _Draining
+
+
+def _raise_stopped(number: int, frame: FrameType | None) -> None:
+    del number, frame
+    raise _Stopped
+
+
+def _wait_until_healthy(ray: LocalRay, base: str, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{base}/health", timeout=2.0).is_success:
+                return
+        failed = _deploy_failure(ray)
+        if failed is not None:
+            raise EngineUnavailable(f"the deployment failed:\n{failed}")
+        if not ray.is_running:
+            raise EngineUnavailable(f"Ray ended by itself:\n{ray.log_tail()}")
+        time.sleep(0.25)
+    raise EngineUnavailable(f"not healthy within {timeout_s:.0f} s; Ray's logs are under {ray.folder}")
+
+
+def _deploy_failure(ray: LocalRay) -> str | None:
+    """Why Serve gave up, if it did."""
+    try:
+        answer = httpx.get(f"{ray.dashboard_url}/api/serve/applications/", headers=ray.headers, timeout=5.0)
+        applications = answer.json().get("applications", {})
+    except (httpx.HTTPError, ValueError):
+        return None
+    for app in applications.values():
+        messages = [app.get("message", "")] + [d.get("message", "") for d in app.get("deployments", {}).values()]
+        broken = any(d.get("status") in ("UNHEALTHY", "DEPLOY_FAILED") for d in app.get("deployments", {}).values())
+        if app.get("status") == "DEPLOY_FAILED" or broken:
+            return "\n".join(message for message in messages if message)
+    return None
+
+
+def _print_hello(base: str, model: str, *, needs_key: bool) -> None:
+    """The URL, a curl line and two lines of Python, on stdout."""
+    messages = '[{"role": "user", "content": "What is the capital of France?"}]'
+    body = f'{{"model": "{model}", "messages": {messages}, "temperature": 0}}'
+    print(f"\nServing {model} at {base}/v1 (Ctrl-C stops it)\n")
+    header = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
+    print(f"  curl {base}/v1/chat/completions -H 'Content-Type: application/json'{header} -d '{body}'\n")
+    print(f'  client = openai.OpenAI(base_url="{base}/v1", api_key="{"YOUR_KEY" if needs_key else "none"}")')
+    create = f'client.chat.completions.create(model="{model}", messages={messages}, temperature=0)'
+    print(f"  print({create}.choices[0].message.content)\n", flush=True)

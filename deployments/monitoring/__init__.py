@@ -1,0 +1,1 @@
+"""Metrics export, timelines, traces and request logs."""

@@ -1,0 +1,146 @@
+"""One replica's numbers in Prometheus' text format, on a port of its own.
+
+Owns the way from declarations and readings to metric families, and the little HTTP server. Each replica is a target of
+its own: behind a load balancer every scrape would meet another one. Does not know how readings are made.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import accumulate
+from threading import Thread
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.utils import floatToGoString
+
+from engine.errors import ConfigError
+from engine.metrics.counters import HistogramValue, LabelValues, Readings
+from engine.metrics.definitions import COMMON_LABELS, METRICS, Metric
+
+_log = logging.getLogger(__name__)
+
+
+class ReadingsCollector:
+    """A prometheus_client collector over readings.
+
+    Args:
+        read: everything counted so far; called once per scrape.
+        common: values of COMMON_LABELS.
+    """
+
+    def __init__(
+        self, read: Callable[[], Readings], common: Mapping[str, str], metrics: Sequence[Metric] = METRICS
+    ) -> None:
+        self._read = read
+        self._common = tuple(common[name] for name in COMMON_LABELS)
+        self._metrics = tuple(metrics)
+
+    def collect(self) -> Iterator[Family]:
+        """One family per declaration, those without readings at 0."""
+        readings = self._read()
+        for metric in self._metrics:
+            yield self._histogram(metric, readings) if metric.kind == "histogram" else self._numbers(metric, readings)
+
+    def describe(self) -> list[Family]:
+        """Nothing ahead of time: a scrape must not happen at registration."""
+        return []
+
+    def _numbers(self, metric: Metric, readings: Readings) -> Family:
+        # The families put `_total` behind a counter's name and a unit never: the name holds both already.
+        labels = (*COMMON_LABELS, *metric.labels)
+        family = (CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily)(
+            metric.name, _help(metric), labels=labels
+        )
+        counted = readings.numbers.get(metric.alias_of or metric.name, {})
+        for values in _series(metric, counted):
+            family.add_metric([*self._common, *values], counted.get(values, 0.0))
+        return family
+
+    def _histogram(self, metric: Metric, readings: Readings) -> Family:
+        family = HistogramMetricFamily(metric.name, _help(metric), labels=(*COMMON_LABELS, *metric.labels))
+        counted = readings.histograms.get(metric.name, {})
+        bounds = [*map(floatToGoString, metric.buckets), "+Inf"]
+        empty = HistogramValue([0] * len(bounds))
+        for values in _series(metric, counted):
+            value = counted.get(values, empty)
+            buckets = list(zip(bounds, map(float, accumulate(value.counts)), strict=True))
+            family.add_metric([*self._common, *values], buckets, value.total)
+        return family
+
+
+def _series(metric: Metric, counted: Mapping[LabelValues, object]) -> list[LabelValues]:
+    known: list[LabelValues] = [()] if not metric.labels else [(value,) for value in metric.values]
+    return [*known, *sorted(set(counted) - set(known))]
+
+
+def _help(metric: Metric) -> str:
+    return f"{metric.help} Query: {metric.query()}"
+
+
+class Exporter:
+    """The server; scrapes are answered in a thread of their own, so `read` may block.
+
+    It speaks the plain text format only: in the other one the library rewrites names with colons, such as the aliases.
+
+    Args:
+        host, port: where to listen; port 0 takes a free one.
+
+    Raises:
+        ConfigError: the port is taken.
+    """
+
+    def __init__(self, read: Callable[[], Readings], common: Mapping[str, str], *, host: str, port: int) -> None:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(ReadingsCollector(read, common))
+        try:
+            self._server = _Server(registry, host, port)
+        except OSError as error:
+            raise ConfigError(f"metrics_host, metrics_port: cannot listen on {host}:{port}: {error}") from None
+        self.port = int(self._server.server_address[1])
+        self._thread = Thread(target=self._server.serve_forever, args=(0.1,), name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+        self.registry = registry
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Handler)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = 10.0
+
+    def do_GET(self) -> None:
+        if self.path.partition("?")[0] != "/metrics":
+            self.send_error(404, "Only /metrics is here")
+            return
+        try:
+            body = generate_latest(self.server.registry)
+        except Exception:  # noqa: BLE001 - a scrape says 500 and why is in the log; the server goes on
+            _log.exception("a scrape failed")
+            self.send_error(500, "The numbers cannot be read")
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """A scrape is no news."""

@@ -1,0 +1,101 @@
+"""Everything by which one replica can be watched: metrics and their target file, traces, request log, timelines.
+
+Owns their joining and their life: made before the engine serves, started once it does, closed when the replica stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from deployments.engine_client import EngineClient
+from deployments.monitoring.discovery import TargetFile, targets_folder
+from deployments.monitoring.exporter import Exporter
+from deployments.monitoring.request_log import count_request, log_as_json, log_request
+from deployments.monitoring.timelines import Sink, TimedEngine
+from deployments.monitoring.tracing import Tracing, make_exporter
+from deployments.settings import AppSettings
+from engine.metrics.counters import Ledger, Readings, merge
+
+READ_TIMEOUT_S = 5.0
+WILDCARDS = ("0.0.0.0", "::")
+
+
+class ReplicaObserver:
+    """Watches one replica.
+
+    Args:
+        settings: of the app.
+        engine: does the work; `engine` of this object records it.
+        read_engine: what was counted in the engine's processes.
+        app, replica: names.
+
+    Raises:
+        ConfigError: a setting asks for what cannot be had.
+    """
+
+    def __init__(
+        self,
+        settings: AppSettings,
+        engine: EngineClient,
+        read_engine: Callable[[], Awaitable[Readings]],
+        *,
+        app: str,
+        replica: str,
+    ) -> None:
+        self._settings = settings
+        self._read_engine = read_engine
+        self._labels = {"app": app, "replica": replica, "model": settings.served_name}
+        self._ledger = Ledger()
+        self._exporter: Exporter | None = None
+        self._target = TargetFile(targets_folder(settings.metrics_dir), replica)
+        sinks: list[Sink] = [partial(count_request, ledger=self._ledger)]
+        if settings.log_format == "json":
+            log_as_json()
+            sinks.append(log_request)
+        spans = make_exporter(settings.trace_file, settings.trace_endpoint)
+        self._tracing = Tracing(spans, self._labels) if spans is not None else None
+        if self._tracing is not None:
+            sinks.append(self._tracing.record)
+        self.engine = TimedEngine(engine, sinks, keep=settings.num_timelines)
+
+    def start(self, loop: asyncio.AbstractEventLoop, *, node_ip: str) -> None:
+        """Listen for scrapes and announce it.
+
+        Args:
+            loop: in which `read_engine` runs; scrapes come from another thread.
+            node_ip: announced when `metrics_host` is a wildcard.
+        """
+        settings = self._settings
+        self._ledger.set("paceline_start_time_seconds", time.time())
+        self._exporter = Exporter(
+            lambda: self.read(loop), self._labels, host=settings.metrics_host, port=settings.metrics_port
+        )
+        port = self._exporter.port
+        host = node_ip if settings.metrics_host in WILDCARDS else settings.metrics_host
+        self._target.write(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", self._labels)
+
+    def count_refusal(self, cause: str) -> None:
+        """Enter a request that was refused before it reached the engine."""
+        self._ledger.add("paceline_rejected_total", 1, cause)
+
+    def read(self, loop: asyncio.AbstractEventLoop) -> Readings:
+        """Everything counted in the replica's processes. From any thread but the loop's."""
+
+        async def ask() -> Readings:
+            return await self._read_engine()
+
+        engine = asyncio.run_coroutine_threadsafe(ask(), loop).result(READ_TIMEOUT_S)
+        return merge([self._ledger.read(), engine])
+
+    def close(self) -> None:
+        """Withdraw the target and stop listening. Blocks for up to a second; idempotent."""
+        self._target.remove()
+        if self._exporter is not None:
+            self._exporter.close()
+            self._exporter = None
+        if self._tracing is not None:
+            self._tracing.close()
+            self._tracing = None

@@ -1,0 +1,89 @@
+"""A finished request's timeline as metrics of the replica's process, and as one structured log line.
+
+Owns which figure of a timeline goes into which metric.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from datetime import UTC, datetime
+from typing import IO
+
+from deployments.monitoring.timelines import Timeline
+from engine.metrics.counters import Ledger
+
+_log = logging.getLogger(__name__)
+
+
+def count_request(timeline: Timeline, ledger: Ledger) -> None:
+    """Enter a request that ended."""
+    if timeline.is_refused:
+        ledger.add("paceline_rejected_total", 1, timeline.outcome)
+        return
+    ledger.add("paceline_requests_total", 1, timeline.outcome)
+    ledger.add("paceline_prompt_tokens_total", timeline.num_prompt)
+    ledger.add("paceline_generated_tokens_total", timeline.num_tokens)
+    ledger.add("paceline_prefix_cache_hit_tokens_total", timeline.num_cached)
+    if timeline.queue_s is not None:
+        ledger.observe("paceline_queue_seconds", timeline.queue_s)
+    if timeline.ttft_s is not None:
+        ledger.observe("paceline_ttft_seconds", timeline.ttft_s)
+    ledger.observe_all("paceline_itl_seconds", timeline.gaps_s)
+    if timeline.tpot_s is not None:
+        ledger.observe("paceline_tpot_seconds", timeline.tpot_s)
+    if timeline.e2e_s is not None and timeline.outcome in ("stop", "length"):
+        ledger.observe("paceline_e2e_seconds", timeline.e2e_s)
+
+
+def log_request(timeline: Timeline) -> None:
+    """One line per request, its figures in `extra` for a structured formatter."""
+    figures = {
+        "request_id": timeline.request_id,
+        "outcome": timeline.outcome,
+        "error": timeline.error,
+        "num_prompt": timeline.num_prompt,
+        "num_tokens": timeline.num_tokens,
+        "num_cached": timeline.num_cached,
+        "num_drafted": timeline.num_drafted,
+        "num_accepted": timeline.num_accepted,
+        "queue_s": timeline.queue_s,
+        "ttft_s": timeline.ttft_s,
+        "e2e_s": timeline.e2e_s,
+    }
+    _log.info("request %s: %s", timeline.request_id, timeline.outcome, extra={"figures": figures})
+
+
+OUR_LOGGERS = ("paceline", "deployments", "engine", "autoscale")
+
+
+class JsonFormatter(logging.Formatter):
+    """`time`, `level`, `logger`, `message`, then the record's `figures` if it has any, and `exception`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= getattr(record, "figures", {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def log_as_json(stream: IO[str] | None = None) -> logging.Handler:
+    """Write this process's lines of ours as JSON.
+
+    Args:
+        stream: default: stderr.
+    """
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter())
+    for name in OUR_LOGGERS:
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        logger.propagate = False
+        logger.setLevel(logging.INFO)
+    return handler

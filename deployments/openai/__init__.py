@@ -1,0 +1,1 @@
+"""OpenAI bodies become engine requests, and deltas become OpenAI responses."""

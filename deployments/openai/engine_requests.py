@@ -1,0 +1,126 @@
+"""From a request body to the engine and back to pieces.
+
+Owns how a body becomes Submits (defaults, options, how many), the reading of deltas, and the ids of requests that run.
+Does not know HTTP or the shape of answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from deployments.errors import ContextLengthExceeded
+from deployments.openai.prompts import ApiLimits, check_ids, encode_prompts
+from deployments.openai.requests import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody
+from deployments.openai.structured import check_grammar
+from deployments.openai.tokenizer import TextCodec
+from deployments.openai.tool_grammar import forcing_grammar
+from engine.errors import InvalidRequest
+from engine.messages import GrammarSpec, SamplingParams, SpeculativeOptions, Submit
+
+
+def choose_max_tokens(body: ChatBody | CompletionBody, num_prompt: int, limits: ApiLimits) -> int:
+    """Most tokens to generate: what was asked for, or the default as far as it fits.
+
+    Raises:
+        ContextLengthExceeded: more was asked for than the prompt leaves.
+    """
+    room = limits.max_model_len - num_prompt
+    requested = body.requested_max_tokens
+    if requested is None:
+        return room if isinstance(body, ChatBody) else min(DEFAULT_COMPLETION_TOKENS, room)
+    if requested > room:
+        field = body.max_tokens_field
+        raise ContextLengthExceeded(
+            f"{field} is {requested}, but the context holds {limits.max_model_len} tokens and the prompt takes "
+            f"{num_prompt}; at most {room} are left",
+            field=field,
+        )
+    return requested
+
+
+def make_submits(
+    body: ChatBody | CompletionBody, request_id: str, codec: TextCodec, limits: ApiLimits
+) -> tuple[Submit, ...]:
+    """The engine's view of a body: for each prompt in order, a submit per choice. Safe in a thread.
+
+    The first has the request's id, the others have their index appended. Costs time linear in the prompts, and
+    milliseconds more where there is a grammar.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    prompts = encode_prompts(body, codec, limits)
+    grammar = choose_grammar(body, codec)
+    speculative = SpeculativeOptions()
+    if body.speculative is not None:
+        speculative = SpeculativeOptions(enabled=body.speculative.enabled, max_k=body.speculative.max_k)
+    shared = _sampling(body, codec, limits)
+    submits: list[Submit] = []
+    for prompt in prompts:
+        max_tokens = choose_max_tokens(body, len(prompt), limits)
+        min_tokens = body.min_tokens or 0
+        if min_tokens > max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {min_tokens}, but at most {max_tokens} tokens are generated", field="min_tokens"
+            )
+        for number in range(body.num_choices):
+            index = len(submits)
+            sampling = SamplingParams(
+                # Scoring a prompt still takes one step, whose token is dropped.
+                max_tokens=max(max_tokens, 1),
+                min_tokens=min_tokens,
+                seed=None if body.seed is None else _next_seed(body.seed, number),
+                grammar=grammar,
+                **shared,
+            )
+            name = f"{request_id}-{index}" if index else request_id
+            submits.append(Submit(request_id=name, prompt=prompt, sampling=sampling, speculative=speculative))
+    return tuple(submits)
+
+
+def _sampling(body: ChatBody | CompletionBody, codec: TextCodec, limits: ApiLimits) -> Mapping[str, Any]:
+    """Options that all choices share, by the names of SamplingParams."""
+    check_ids([token_id for token_id, _ in body.logit_bias], "logit_bias", "logit_bias", limits)
+    check_ids(body.stop_token_ids, "stop_token_ids", "stop_token_ids", limits)
+    stops = () if body.ignore_eos else codec.eos_token_ids
+    has_echo = isinstance(body, CompletionBody) and body.echo
+    return {
+        "temperature": _or(body.temperature, 1.0),
+        "top_p": _or(body.top_p, 1.0),
+        "top_k": max(body.top_k or 0, 0),
+        "min_p": _or(body.min_p, 0.0),
+        "presence_penalty": _or(body.presence_penalty, 0.0),
+        "frequency_penalty": _or(body.frequency_penalty, 0.0),
+        "repetition_penalty": _or(body.repetition_penalty, 1.0),
+        "logit_bias": body.logit_bias,
+        "stop_token_ids": tuple(dict.fromkeys((*stops, *body.stop_token_ids))),
+        "num_logprobs": body.num_logprobs,
+        "num_prompt_logprobs": body.num_logprobs if has_echo else None,
+    }
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _next_seed(seed: int, number: int) -> int:
+    """The seed of a choice, within 64 bits."""
+    return (seed + number + 2**63) % 2**64 - 2**63
+
+
+def choose_grammar(body: ChatBody | CompletionBody, codec: TextCodec) -> GrammarSpec | None:
+    """The grammar that a body asks for, checked: its own, or that of the tools it requires.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    field, grammar = next(iter(body.grammars()), ("tool_choice", None))
+    if grammar is not None:
+        check_grammar(grammar, field)
+    elif isinstance(body, ChatBody) and body.tool_mode.mode in ("required", "named") and codec.tool_form is not None:
+        is_parallel = body.tool_mode.mode == "required" and body.parallel_tool_calls is not False
+        grammar = forcing_grammar(codec.tool_form, body.tools or (), body.tool_mode, is_parallel=is_parallel)
+    if grammar is not None and body.ignore_eos:
+        raise InvalidRequest(f"ignore_eos cannot be combined with {field}, whose text has an end", field="ignore_eos")
+    return grammar

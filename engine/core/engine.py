@@ -1,0 +1,259 @@
+"""The step loop: five phases in order, and the inbox that feeds them.
+
+Owns the life of each request from submit to its last delta. Everything that differs between a test of ten tokens and a
+sharded 70B model (forward, drafter, sink, pacer) is injected. One thread runs the loop; others only use the inbox.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from engine.core.committer import Committer
+from engine.core.drafter import Drafter
+from engine.core.pacing import Pacer
+from engine.core.request import Request
+from engine.core.scheduler import Scheduler
+from engine.core.stats import StepStats, step_stats
+from engine.core.step import Batch
+from engine.core.verifier import Verifier
+from engine.errors import InvalidRequest
+from engine.messages import Delta, Submit
+from engine.sampling.grammar import Grammars
+from engine.sampling.logits_processor import Rules
+from engine.sampling.penalties import TokenOptions
+
+_IDLE_WAIT_S = 0.2
+
+_log = logging.getLogger(__name__)
+
+Command = Callable[[], None]
+
+
+class Engine:
+    """Continuous batching with drafting.
+
+    Args:
+        scheduler, drafter, verifier, committer, streams: the five phases, sharing one block pool.
+        pacer: told of every step.
+        observers: called with each step's stats, in the loop's thread.
+        grammars: compiles what answers must match; None refuses such requests.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        drafter: Drafter,
+        verifier: Verifier,
+        committer: Committer,
+        streams: Streams,
+        pacer: Pacer,
+        observers: Sequence[Callable[[StepStats], None]] = (),
+        grammars: Grammars | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.drafter = drafter
+        self.verifier = verifier
+        self.committer = committer
+        self.streams = streams
+        self._pacer = pacer
+        self._observers = tuple(observers)
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._by_id: dict[str, Request] = {}
+        self._next_key = 1
+        self._grammars = grammars
+        self._aborted: list[int] = []  # keys since the last step
+        self._compiling: set[str] = set()  # ids of requests whose grammar is being compiled
+        self.num_turns = 0
+        """Turns of the loop so far, also those without a step: stands still only while the loop is stuck."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is not finished yet. In the loop's thread."""
+        return self.scheduler.has_work or bool(self._compiling)
+
+    def submit(self, submit: Submit) -> None:
+        """Queue a request. Thread-safe; its deltas come through the streams."""
+        self._inbox.put(lambda: self._receive(submit))
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; unknown or finished ids are ignored. Thread-safe."""
+        self._inbox.put(lambda: self._abort(request_id))
+
+    def abort_all(self) -> None:
+        """End every request now. Thread-safe."""
+        self._inbox.put(self._abort_all)
+
+    def call(self, command: Command) -> None:
+        """Run something between two steps, in the loop's thread. Thread-safe."""
+        self._inbox.put(command)
+
+    def run(self, stop: threading.Event) -> None:
+        """Step until `stop` is set.
+
+        Raises:
+            ShardDown: a target shard is gone; every request has been ended with a delta of reason `abort`.
+        """
+        try:
+            while not stop.is_set():
+                self.num_turns += 1
+                self._drain(wait=not self.scheduler.has_work)
+                if self.scheduler.has_work:
+                    self.step()
+        except BaseException as error:
+            self._fail_all(error)
+            raise
+
+    def step(self) -> None:
+        """One pass of the loop. Call from one thread only."""
+        begin = time.perf_counter()
+        batch = self.scheduler.schedule()
+        if not batch.spans:
+            return
+        scheduled = time.perf_counter()
+        draft = self.drafter.draft(batch)
+        verdict = self.verifier.verify(batch, draft)
+        deltas = self.committer.commit(batch, draft, verdict)
+        self.streams.publish(deltas)
+        self._close(batch)
+        schedule_s, step_s = scheduled - begin, time.perf_counter() - begin
+        stats = step_stats(batch, draft, verdict, deltas, aborted=self._aborted, schedule_s=schedule_s, step_s=step_s)
+        self._aborted.clear()
+        self._pacer.observe(stats)
+        for observe in self._observers:
+            observe(stats)
+
+    def drain(self) -> None:
+        """Apply everything in the inbox without waiting; for callers that step by themselves."""
+        self._drain(wait=False)
+
+    def _drain(self, *, wait: bool) -> None:
+        try:
+            command = self._inbox.get(timeout=_IDLE_WAIT_S) if wait else self._inbox.get_nowait()
+            while True:
+                command()
+                command = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _receive(self, submit: Submit) -> None:
+        """Add it at once, or when its grammar is compiled: that may take longer than a step."""
+        grammar = submit.sampling.grammar
+        if grammar is None or (self._grammars is not None and self._grammars.find(grammar) is not None):
+            self._add(submit)
+        elif self._grammars is None:
+            self._refuse(submit, "grammar: this engine has no tokenizer to compile it with")
+        else:
+            self._compiling.add(submit.request_id)
+            self._grammars.prepare(grammar, lambda error: self._inbox.put(lambda: self._after_compiling(submit, error)))
+
+    def _after_compiling(self, submit: Submit, error: InvalidRequest | None) -> None:
+        if submit.request_id not in self._compiling:
+            return  # aborted in the meantime
+        self._compiling.remove(submit.request_id)
+        if error is None:
+            self._add(submit)
+        else:
+            self._refuse(submit, str(error))
+
+    def _refuse(self, submit: Submit, error: str) -> None:
+        self.streams.publish([Delta(request_id=submit.request_id, token_ids=(), finish_reason="error", error=error)])
+
+    def _add(self, submit: Submit) -> None:
+        try:
+            options = TokenOptions.of(submit.sampling, len(submit.prompt))
+            rules = Rules.make(options, self._grammars) if options is not None else None
+        except (ValueError, InvalidRequest) as error:
+            self._refuse(submit, str(error))
+            return
+        seed = submit.sampling.seed
+        request = Request(
+            submit=submit,
+            key=self._next_key,
+            stream_key=secrets.randbits(64) if seed is None else seed & (2**64 - 1),
+            tokens=[*submit.prompt, *submit.generated],
+            arrival_s=time.monotonic(),
+            rules=rules,
+        )
+        self._next_key += 1
+        self._by_id[submit.request_id] = request
+        self.scheduler.add(request)
+
+    def _abort(self, request_id: str) -> None:
+        if request_id in self._compiling:
+            self._compiling.remove(request_id)
+            self.streams.publish([Delta(request_id=request_id, token_ids=(), finish_reason="abort")])
+        request = self._by_id.pop(request_id, None)
+        if request is None:
+            return
+        request.finish_reason = "abort"
+        self.scheduler.remove(request)
+        self.drafter.forget([request.key])
+        self._aborted.append(request.key)
+        self.streams.publish([_last_delta(request, None)])
+
+    def _abort_all(self) -> None:
+        for request_id in [*self._by_id, *self._compiling]:
+            self._abort(request_id)
+
+    def _close(self, batch: Batch) -> None:
+        """Forget the requests that this step finished."""
+        ended = [span.request for span in batch.spans if span.request.finish_reason is not None]
+        for request in ended:
+            del self._by_id[request.submit.request_id]
+        if ended:
+            self.drafter.forget([request.key for request in ended])
+
+    def _fail_all(self, error: BaseException) -> None:
+        """End every request with one delta that says why; nothing is left hanging.
+
+        The reason is `abort`, not `error`: nothing is wrong with the requests, another engine may go on with them.
+        """
+        _log.error("engine stops: %s", error)
+        self._drain(wait=False)
+        for request in self._by_id.values():
+            request.finish_reason = "abort"
+            self.scheduler.remove(request)
+        self.streams.publish([_last_delta(request, "the engine stopped") for request in self._by_id.values()])
+        self._by_id.clear()
+        for request_id in self._compiling:
+            self.streams.publish(
+                [Delta(request_id=request_id, token_ids=(), finish_reason="abort", error="the engine stopped")]
+            )
+        self._compiling.clear()
+
+
+def _last_delta(request: Request, error: str | None) -> Delta:
+    return Delta(
+        request_id=request.submit.request_id,
+        token_ids=(),
+        finish_reason=request.finish_reason,
+        error=error,
+        num_cached=request.num_cached,
+        num_drafted=request.num_drafted,
+        num_accepted=request.num_accepted,
+        queue_s=request.queue_s,
+    )
+
+
+Sink = Callable[[tuple[Delta, ...]], None]
+
+
+class Streams:
+    """Phase five of the step.
+
+    Args:
+        sink: takes one step's deltas; must not block.
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+
+    def publish(self, deltas: Sequence[Delta]) -> None:
+        if deltas:
+            self._sink(tuple(deltas))

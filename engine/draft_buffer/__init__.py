@@ -1,0 +1,1 @@
+"""The memory that the target and the draft share."""

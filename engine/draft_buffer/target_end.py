@@ -1,0 +1,189 @@
+"""The draft buffer: how target shard 0 asks the draft for tokens in every step, and gets probabilities without a copy.
+
+Owns the two ends of the protocol (order, ring, answer, ring), their deadlines and epochs, and the choice of transport:
+probabilities and features in host memory that both map, or in one allocation on the GPU that both share through CUDA
+IPC. Orders, token ids and confidences go through host memory either way. Features are written between two asks.
+Knows no Ray: `BufferHandle` is what goes over once.
+
+    target   create -> handle() ... wait_open | ask: write order, ring, wait | read answer, probs
+    draft                open(handle)         | wait | compute, write probs, answer, ring
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NoReturn
+
+import torch
+
+from engine.draft.messages import Answer, OrderRow
+from engine.draft_buffer.control_block import DraftBlock
+from engine.draft_buffer.cuda_ipc import CudaBlock, CudaTargetPayload, gpu_uuid
+from engine.draft_buffer.draft_end import DraftEnd, open_draft_buffer
+from engine.draft_buffer.handle import BufferHandle, HostPayload, Payload, as_features, as_probs, host_bytes
+from engine.draft_buffer.layout import PROTOCOL_VERSION, BufferSpec, CorruptBlock
+from engine.errors import ConfigError, DraftDown
+from engine.ipc.doorbell import DEFAULT_SPIN_S, Doorbell
+from engine.ipc.shared_memory import Host, PeerGone, SharedMemory
+
+__all__ = ["BufferHandle", "DraftEnd", "TargetEnd", "create_draft_buffer", "gpu_uuid", "open_draft_buffer"]
+
+
+def create_draft_buffer(
+    spec: BufferSpec, *, device: torch.device | str, node_id: str, epoch: int, spin_s: float = DEFAULT_SPIN_S
+) -> TargetEnd:
+    """The target's end of a new buffer.
+
+    Args:
+        spec: capacities.
+        device: where the target computes; decides the transport.
+        node_id: the node this process runs on.
+        epoch: number of this incarnation of the draft, >= 1.
+        spin_s: seconds to spin before sleeping in a wait.
+
+    Raises:
+        ConfigError: `expandable_segments` is on, or epoch < 1.
+    """
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    block = CudaBlock(spec.payload_bytes, device) if device.type == "cuda" else None
+    return TargetEnd(spec, block=block, node_id=node_id, epoch=epoch, spin_s=spin_s)
+
+
+class TargetEnd:
+    """The asking side. One thread uses it. After `DraftDown` it is of no use: `renew` or `close` it."""
+
+    def __init__(self, spec: BufferSpec, *, block: CudaBlock | None, node_id: str, epoch: int, spin_s: float) -> None:
+        if epoch < 1:
+            raise ConfigError(f"buffer epoch: {epoch} given, allowed is 1 or more")
+        self.spec = spec
+        self.epoch = epoch
+        self._cuda_block = block
+        self._node_id = node_id
+        self._spin_s = spin_s
+        self._memory = SharedMemory.create(host_bytes(spec, on_gpu=block is not None))
+        self._block = DraftBlock(self._memory.buffer, spec, epoch)
+        self._block.initialize()
+        self._cuda: CudaTargetPayload | None = block.payload() if block is not None else None
+        self._payload: Payload = self._cuda or HostPayload(self._memory, spec)
+        self.probs = as_probs(self._payload.memory, spec)
+        """[max_rows, max_k, draft_vocab] float32 on the target's device; an answer's rows stay until `ask`."""
+        self.features = as_features(self._payload.memory, spec)
+        """[feature_rows, feature_width] on the target's device, or None; to be written, never during `ask`."""
+        self._host = Host(self._memory, version=PROTOCOL_VERSION, epoch=epoch, num_peers=1)
+        self._doorbell: Doorbell | None = None
+        self._seq = 0
+        self._down: str | None = None
+
+    def handle(self) -> BufferHandle:
+        """For `open_draft_buffer`, in the draft's process; good for one opening."""
+        block, cuda = self._cuda_block, self._cuda
+        return BufferHandle(
+            transport="cuda_ipc" if cuda else "shared_memory",
+            node_id=self._node_id,
+            gpu_uuid=gpu_uuid(block.device) if block else None,
+            epoch=self.epoch,
+            spec=self.spec,
+            rendezvous=self._host.rendezvous(0),
+            cuda=cuda.export if cuda else None,
+        )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the draft has mapped everything; neither waits nor raises."""
+        return self._block.opened
+
+    @property
+    def alive(self) -> bool:
+        """Whether the draft has opened its end and is not known to be dead; neither waits nor raises."""
+        if self._down is not None or not self.is_open:
+            return False
+        return self._connect(0.0) is not None and self._bell.alive
+
+    def wait_open(self, timeout_s: float) -> None:
+        """Wait until the draft has mapped everything.
+
+        Raises:
+            DraftDown: it has not within `timeout_s` seconds, or died meanwhile.
+        """
+        deadline = time.monotonic() + timeout_s
+        if self._connect(timeout_s) is None:
+            self._fail(f"has not connected within {timeout_s:g} s")
+        try:
+            if not self._bell.wait(lambda: self._block.opened, timeout_s=deadline - time.monotonic()):
+                self._fail(f"has not opened its end within {timeout_s:g} s")
+        except PeerGone:
+            self._fail("died while it opened its end")
+
+    def ask(self, rows: Sequence[OrderRow], released: Sequence[int] = (), *, deadline_s: float) -> Answer:
+        """One step: hand the draft an order and wait for its answer.
+
+        Args:
+            rows: the requests to read and draft for.
+            released: keys of requests that are over.
+            deadline_s: seconds from now until the draft counts as hung.
+
+        Raises:
+            DraftDown: the draft is dead, hung, of another epoch, or has written nonsense.
+            ValueError: the order exceeds the buffer's capacities.
+        """
+        if self._down is not None:
+            raise DraftDown(self._down)
+        start = time.monotonic()
+        if not self.is_open:
+            self._fail("has not opened its end")
+        self._connect(deadline_s)
+        block, seq = self._block, self._seq + 1
+        try:
+            self._payload.publish()
+            block.write_order(seq, rows, released)
+            self._seq = seq
+            self._bell.ring()
+            if not self._bell.wait(lambda: block.answer_seq != seq - 1, timeout_s=deadline_s):
+                self._fail(f"has not answered within {deadline_s:g} s; it last moved {block.silence_s:.3f} s ago")
+            answer = block.read_answer(seq, [row.k for row in rows])
+        except PeerGone:
+            self._fail("is dead")
+        except CorruptBlock as error:
+            self._fail(f"left the buffer corrupt: {error}")
+        self._payload.acquire()
+        return replace(answer, handoff_s=max(time.monotonic() - start - answer.draft_s, 0.0))
+
+    def renew(self, *, epoch: int) -> TargetEnd:
+        """Close this end and make the next one, on the same device memory. The old draft process must be dead."""
+        self._close_host_side()
+        return TargetEnd(self.spec, block=self._cuda_block, node_id=self._node_id, epoch=epoch, spin_s=self._spin_s)
+
+    def close(self) -> None:
+        """Idempotent. The draft notices at once. Views of `probs` stay valid on the CPU, not on a GPU."""
+        self._close_host_side()
+        if self._cuda_block is not None:
+            del self.probs, self.features, self._payload
+            self._cuda = None
+            self._cuda_block.close()
+            self._cuda_block = None
+
+    def _close_host_side(self) -> None:
+        self._down = self._down or f"draft buffer of epoch {self.epoch} is closed"
+        self._host.close()
+        if self._doorbell is not None:
+            self._doorbell.close()
+        self._memory.close()
+
+    @property
+    def _bell(self) -> Doorbell:
+        if self._doorbell is None:
+            self._fail("has not connected")
+        return self._doorbell
+
+    def _connect(self, timeout_s: float) -> Doorbell | None:
+        if self._doorbell is None and self._host.wait(timeout_s):
+            self._doorbell = Doorbell(self._host.socket_of(0), spin_s=self._spin_s)
+        return self._doorbell
+
+    def _fail(self, reason: str) -> NoReturn:
+        self._down = f"draft of epoch {self.epoch} {reason}"
+        raise DraftDown(self._down)

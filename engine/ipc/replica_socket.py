@@ -1,0 +1,126 @@
+"""The unix socket of shard 0: commands in, one message of deltas per step out.
+
+Owns the socket, which takes one replica and no other after it, a reading thread, and one that writes what the kernel
+does not take at once: neither a slow replica nor a full buffer ever holds up the step loop. A replica that goes away
+takes its requests with it. Knows no engine, only the callables it is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Callable
+
+from engine.errors import EngineError
+from engine.ipc.wire import HEADER, AbortCommand, Event, SubmitCommand, decode_command, frame, frame_len
+from engine.messages import Submit
+
+_log = logging.getLogger(__name__)
+
+
+class ShardSocket:
+    """Serves one replica, the first that connects.
+
+    Args:
+        submit, abort: called in the reading thread.
+        abandon: called when the replica is gone: nobody waits for any request any more.
+    """
+
+    def __init__(
+        self, *, submit: Callable[[Submit], None], abort: Callable[[str], None], abandon: Callable[[], None]
+    ) -> None:
+        self._submit = submit
+        self._abort = abort
+        self._abandon = abandon
+        self._folder = tempfile.mkdtemp(prefix="paceline-")  # mode 0700
+        self.path = os.path.join(self._folder, secrets.token_hex(8))
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(self.path)
+        os.chmod(self.path, 0o600)
+        self._listener.listen(1)
+        self._connection: socket.socket | None = None
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # held by whoever hands bytes to the kernel or to the outbox
+        self._num_queued = 0
+        for target, name in ((self._serve, "shard-socket-read"), (self._write, "shard-socket-write")):
+            threading.Thread(target=target, name=name, daemon=True).start()
+
+    def send(self, event: Event) -> None:
+        """Send what the kernel takes at once and queue the rest; never blocks. Dropped when no replica is connected.
+
+        Waking the writing thread costs a switch in the middle of a step, so it is left to sleep where it can.
+        """
+        data = frame(event)
+        with self._lock:
+            connection = self._connection
+            if self._num_queued == 0 and connection is not None:
+                data = data[_send_now(connection, data) :]
+            if data:
+                self._num_queued += 1
+                self._outbox.put(data)
+
+    def close(self) -> None:
+        """Stop both threads once everything queued is written. Idempotent."""
+        self._outbox.put(None)
+        self._stop_listening()
+
+    def _serve(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # closed before anyone came
+            return
+        self._stop_listening()  # nothing is left in the file system, however this process ends
+        self._connection = connection
+        try:
+            self._read(connection)
+        except (EngineError, OSError) as error:
+            _log.warning("replica connection ends: %s", error)
+        finally:
+            self._connection = None
+            connection.close()
+            self._abandon()
+
+    def _stop_listening(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _read(self, connection: socket.socket) -> None:
+        with connection.makefile("rb") as stream:
+            while header := stream.read(HEADER.size):
+                if len(header) < HEADER.size:
+                    return
+                command = decode_command(stream.read(frame_len(header)))
+                if isinstance(command, SubmitCommand):
+                    self._submit(command.submit)
+                elif isinstance(command, AbortCommand):
+                    self._abort(command.request_id)
+
+    def _write(self) -> None:
+        while (data := self._outbox.get()) is not None:
+            connection = self._connection
+            if connection is not None:
+                with contextlib.suppress(OSError):
+                    connection.sendall(data)
+            with self._lock:
+                self._num_queued -= 1
+        connection = self._connection
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _send_now(connection: socket.socket, data: bytes) -> int:
+    """Bytes that were sent without waiting. A broken connection is left to the reading thread, which notices."""
+    try:
+        return connection.send(data, socket.MSG_DONTWAIT)
+    except OSError:
+        return 0

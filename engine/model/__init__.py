@@ -1,0 +1,1 @@
+"""Tensors: the decoder and what it is made of."""

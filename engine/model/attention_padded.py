@@ -1,0 +1,176 @@
+"""Attention with PyTorch's operators, on any device: spans in padded groups.
+
+Owns which spans are attended together and what that costs in padding. The interface, and what the cache and a span are,
+stand in `engine.model.attention`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from engine.core.step import ForwardPlan
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Spans that are attended together, padded to the longest of them."""
+
+    num_spans: int
+    q_len: int
+    kv_len: int
+    blocks: torch.Tensor
+    """[num_spans * W] int64: block ids to gather."""
+    rows: torch.Tensor | None
+    """[num_spans * q_len] int64: the row of each query slot; None where those are all rows in order."""
+    slots: torch.Tensor | None
+    """Query slots that hold a row, in the order of `targets`; None where every slot does."""
+    targets: torch.Tensor | None
+    """Rows of the forward that the group yields; None where those are all rows in order."""
+    mask: torch.Tensor | None
+    """Additive, [num_spans, 1, q_len * group_size, kv_len] for folded heads, [1, 1, q_len, kv_len] for a long span;
+    None where every slot sees everything, or `causal`."""
+    causal: bool = False
+    """A long span without context: plain causal attention."""
+    folded: bool = True
+
+
+class PaddedAttention:
+    """Gathers each span's blocks and calls `scaled_dot_product_attention`.
+
+    Short spans (decode, verify) go in padded groups with the query heads of a KV head folded into rows, which is
+    several times faster than `enable_gqa` at one row; spans of unlike context lengths go in different groups, so that
+    one long context does not make the others pay for it. Long spans (prefill) go one by one.
+    """
+
+    SHORT_SPAN = 32
+    """Most rows of a span that is attended in a group."""
+    MIN_BATCHED = 1024
+    """Gathered tokens from which batched products beat the fused operator, in bf16 at few rows; measured on Zen 5."""
+    MAX_PADDING = 3072
+    """Tokens of padding that a group may have: about what two more groups cost; a split saves at most half of it."""
+
+    def __init__(self, *, group_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._group_size = group_size
+        self._dtype = dtype
+        self._device = device
+
+    def prepare(self, plan: ForwardPlan, *, block_size: int) -> list[_Group]:
+        starts = np.cumsum(plan.q_lens) - plan.q_lens
+        return [self._group(plan, members, starts, block_size) for members in self._partition(plan)]
+
+    def attend(
+        self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, prepared: list[_Group]
+    ) -> torch.Tensor:
+        if len(prepared) == 1 and prepared[0].targets is None:
+            return self._attend_group(query, k_cache, v_cache, prepared[0])
+        num_rows, num_heads, head_dim = query.shape
+        out = query.new_empty(num_rows, num_heads * head_dim)
+        for group in prepared:
+            out[group.targets] = self._attend_group(query, k_cache, v_cache, group)
+        return out
+
+    def _partition(self, plan: ForwardPlan) -> list[list[int]]:
+        """Span numbers by group: short spans of like context, in order within a group; then long spans, alone."""
+        short = np.flatnonzero(plan.q_lens <= self.SHORT_SPAN)
+        groups: list[list[int]] = []
+        num_tokens = 0
+        for span in short[np.argsort(plan.kv_lens[short], kind="stable")].tolist():
+            kv_len = int(plan.kv_lens[span])
+            if not groups or len(groups[-1]) * kv_len - num_tokens > self.MAX_PADDING:
+                groups.append([])
+                num_tokens = 0
+            groups[-1].append(span)
+            num_tokens += kv_len
+        long = np.flatnonzero(plan.q_lens > self.SHORT_SPAN).tolist()
+        return [sorted(group) for group in groups] + [[span] for span in long]
+
+    def _group(self, plan: ForwardPlan, members: list[int], starts: np.ndarray[Any, Any], block_size: int) -> _Group:
+        q_lens, kv_lens = plan.q_lens[members], plan.kv_lens[members]
+        q_len, kv_len = int(q_lens.max()), int(kv_lens.max())
+        everything = len(members) == len(plan.q_lens)
+        uniform = bool((q_lens == q_len).all())
+        # A padding slot repeats its span's last row, so that it sees at least one token and its result is dropped.
+        offsets = np.minimum(np.arange(q_len)[None, :], q_lens[:, None] - 1)  # [B, Q]
+        rows = starts[members][:, None] + offsets
+        real = np.arange(q_len)[None, :] < q_lens[:, None]
+        last_seen = kv_lens[:, None] - q_lens[:, None] + offsets  # [B, Q]
+        width = -(-kv_len // block_size)
+        folded = q_len <= self.SHORT_SPAN
+        causal = not folded and kv_len == q_len
+        full = bool((last_seen == kv_len - 1).all())
+        return _Group(
+            num_spans=len(members),
+            q_len=q_len,
+            kv_len=kv_len,
+            blocks=self._index(plan.block_tables[members, :width]),
+            rows=None if everything and uniform else self._index(rows),
+            slots=None if uniform else self._index(np.flatnonzero(real)),
+            targets=None if everything else self._index(rows[real]),
+            mask=None if causal or full else self._mask(last_seen, kv_len, self._group_size if folded else 1),
+            causal=causal,
+            folded=folded,
+        )
+
+    def _index(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64).reshape(-1)).to(self._device)
+
+    def _mask(self, last_seen: np.ndarray[Any, Any], kv_len: int, repeats: int) -> torch.Tensor:
+        """[B, 1, Q * repeats, kv_len]: 0 where a row sees a token, -inf elsewhere."""
+        limits = torch.from_numpy(np.repeat(last_seen.astype(np.int64), repeats, axis=1)).to(self._device)
+        hidden = torch.arange(kv_len, device=self._device) > limits[:, None, :, None]
+        return torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, float("-inf"))
+
+    def _attend_group(
+        self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, group: _Group
+    ) -> torch.Tensor:
+        """[rows of the group, num_heads * head_dim], rows in the order of `targets`."""
+        _, num_heads, head_dim = query.shape
+        num_kv_heads = k_cache.shape[2]
+        spans, q_len = group.num_spans, group.q_len
+        keys = self._gather(k_cache, group)  # [B, num_kv_heads, kv_len, head_dim]
+        values = self._gather(v_cache, group)
+        if group.rows is not None:
+            query = query.index_select(0, group.rows)
+        if not group.folded:
+            long_query = query.transpose(0, 1).unsqueeze(0)  # [1, num_heads, Q, head_dim]
+            out = F.scaled_dot_product_attention(
+                long_query, keys, values, attn_mask=group.mask, is_causal=group.causal, enable_gqa=True
+            )
+            return out.squeeze(0).transpose(0, 1).reshape(q_len, num_heads * head_dim)
+        fold = self._group_size
+        folded = query.view(spans, q_len, num_kv_heads, fold, head_dim).transpose(1, 2)
+        folded = folded.reshape(spans, num_kv_heads, q_len * fold, head_dim)
+        if self._dtype is torch.bfloat16 and spans * group.kv_len >= self.MIN_BATCHED:
+            out = _batched_products(folded, keys, values, group.mask)
+        else:
+            out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask)
+        out = out.view(spans, num_kv_heads, q_len, fold, head_dim).transpose(1, 2)
+        out = out.reshape(spans * q_len, num_heads * head_dim)
+        return out if group.slots is None else out.index_select(0, group.slots)
+
+    @staticmethod
+    def _gather(cache: torch.Tensor, group: _Group) -> torch.Tensor:
+        """[B, num_kv_heads, kv_len, head_dim], a view of one contiguous copy of the blocks."""
+        num_blocks, _, num_kv_heads, head_dim = cache.shape
+        tokens = cache.view(num_blocks, -1).index_select(0, group.blocks)
+        tokens = tokens.view(group.num_spans, -1, num_kv_heads, head_dim)
+        return tokens[:, : group.kv_len].transpose(1, 2)
+
+
+def _batched_products(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """softmax(q k^T / sqrt(D) + mask) v for query [B, G, R, D] and keys, values [B, G, L, D] -> [B, G, R, D]."""
+    spans, heads, rows, head_dim = query.shape
+    keys, values = keys.reshape(spans * heads, -1, head_dim), values.reshape(spans * heads, -1, head_dim)
+    scores = torch.bmm(query.reshape(spans * heads, rows, head_dim), keys.transpose(1, 2))
+    scores = scores.view(spans, heads, rows, -1)
+    scale = head_dim**-0.5
+    scores = scores.mul_(scale) if mask is None else torch.add(mask, scores, alpha=scale)
+    probs = scores.softmax(-1).view(spans * heads, rows, -1)
+    return torch.bmm(probs, values).view(spans, heads, rows, head_dim)

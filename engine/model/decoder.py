@@ -1,0 +1,208 @@
+"""The decoder of the Llama family tree: Llama, Mistral, Qwen2 and Qwen3 in one forward pass.
+
+Owns the order of operations of a layer and of the whole model, as one tensor-parallel shard computes it. The families
+differ by what is present (biases, q/k norm), not by code path. Knows nothing of files, blocks or requests: K and V go
+where the plan says, and attention is `engine.model.attention`'s.
+
+Shapes: N rows, R logit rows, H query heads, G KV heads and D head_dim, all of this shard.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.weights import ShardSpec
+from engine.core.step import ForwardPlan
+from engine.model.attention import Attention
+from engine.model.collectives import Collectives
+from engine.model.device import Compute
+from engine.model.layers import Linear, RmsNorm
+from engine.model.rope import Rope, Rotation
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """K and V of one layer, each [num_blocks, block_size, G, D]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """A plan as tensors on the device."""
+
+    token_ids: torch.Tensor
+    """[N] int64."""
+    positions: torch.Tensor
+    """[N] int64."""
+    slots: torch.Tensor
+    """[N] int64: block_id * block_size + offset."""
+    logit_rows: torch.Tensor
+    """[R] int64."""
+    attention: Any
+    """From `Attention.prepare`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """What a forward yields."""
+
+    logits: torch.Tensor | None
+    """[R, vocab] float32 on rank 0."""
+    hidden: torch.Tensor | None
+    """[N, len(feature_layers) * hidden_size], where asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The weights of one decoder layer, this shard's part."""
+
+    input_norm: RmsNorm
+    qkv: Linear
+    """hidden -> (H + 2 G) * D: q heads, then k heads, then v heads."""
+    q_norm: RmsNorm | None
+    k_norm: RmsNorm | None
+    o: Linear
+    mlp_norm: RmsNorm
+    gate: Linear
+    up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """All weights of one shard."""
+
+    embedding: torch.Tensor
+    """[vocab_size, hidden_size]."""
+    layers: tuple[Layer, ...]
+    final_norm: RmsNorm
+    head: Linear
+    """hidden -> this shard's share of the vocabulary."""
+    draft_vocab: torch.Tensor | None
+    """[draft_vocab_size] int64 target id of each logit column; None: column i is token i."""
+
+
+class Decoder:
+    """One shard of a model. Make one with `engine.model.load.load_model`."""
+
+    own_threads = False
+    """A forward computes with PyTorch's threads."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        compute: Compute,
+        *,
+        collectives: Collectives,
+        attention: Attention,
+        feature_layers: tuple[int, ...],
+    ) -> None:
+        self.config = config
+        self.shard = ShardSpec(collectives.rank, collectives.size)
+        self.dtype = compute.dtype
+        self.device = compute.device
+        self.draft_vocab = weights.draft_vocab
+        self._attention = attention
+        self._collectives = collectives
+        self.feature_layers = feature_layers
+        self._weights = weights
+        self._rope = Rope(config, dtype=self.dtype, device=self.device)
+        self._head_columns = self.shard.parts(self.logit_width)
+        heads = self.shard.kv_heads(config)
+        self.num_kv_heads = heads.stop - heads.start
+        self._num_heads = self.num_kv_heads * (config.num_heads // config.num_kv_heads)
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """[vocab_size, hidden_size]."""
+        return self._weights.embedding
+
+    @property
+    def logit_width(self) -> int:
+        """Columns of the logits."""
+        return self.config.draft_vocab_size or self.config.vocab_size
+
+    def forward(
+        self, plan: ForwardPlan, caches: list[LayerCache], embedded: torch.Tensor | None = None
+    ) -> ForwardResult:
+        """Write K and V of all rows into the caches, and yield the logits of the rows asked for.
+
+        Args:
+            plan: the rows.
+            caches: of each layer.
+            embedded: [N, hidden_size] what enters the first layer; None: the embedding of the plan's tokens.
+
+        Raises:
+            ShardDown: a peer shard is gone.
+        """
+        inputs = self._inputs(plan, block_size=caches[0].keys.shape[1])
+        hidden = F.embedding(inputs.token_ids, self._weights.embedding) if embedded is None else embedded
+        rotation = self._rope.at(inputs.positions)
+        kept = []
+        for index, (layer, cache) in enumerate(zip(self._weights.layers, caches, strict=True)):
+            hidden = self._attend(layer, hidden, rotation, cache, inputs)
+            hidden = self._mlp(layer, hidden)
+            if index in self.feature_layers:
+                kept.append(hidden)
+        return ForwardResult(
+            logits=self._logits(hidden, inputs.logit_rows),
+            hidden=torch.cat(kept, dim=1) if kept else None,
+        )
+
+    def _inputs(self, plan: ForwardPlan, *, block_size: int) -> _Inputs:
+        def to_device(values: npt.NDArray[np.int32]) -> torch.Tensor:
+            return torch.from_numpy(values.astype(np.int64)).to(self.device)
+
+        return _Inputs(
+            token_ids=to_device(plan.token_ids),
+            positions=to_device(plan.positions),
+            slots=to_device(plan.slots),
+            logit_rows=to_device(plan.logit_rows),
+            attention=self._attention.prepare(plan, block_size=block_size),
+        )
+
+    def _attend(
+        self, layer: Layer, hidden: torch.Tensor, rotation: Rotation, cache: LayerCache, inputs: _Inputs
+    ) -> torch.Tensor:
+        heads, kv_heads, head_dim = self._num_heads, self.num_kv_heads, self.config.head_dim
+        qkv = layer.qkv(layer.input_norm(hidden))
+        qkv = qkv.view(-1, heads + 2 * kv_heads, head_dim)  # [N, H + 2 G, D]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            query = rotation.apply(layer.q_norm(qkv[:, :heads]))
+            key = rotation.apply(layer.k_norm(qkv[:, heads : heads + kv_heads]))
+        else:
+            rotated = rotation.apply(qkv[:, : heads + kv_heads])
+            query, key = rotated[:, :heads], rotated[:, heads:]
+        cache.keys.view(-1, kv_heads, head_dim).index_copy_(0, inputs.slots, key)
+        cache.values.view(-1, kv_heads, head_dim).index_copy_(0, inputs.slots, qkv[:, heads + kv_heads :])
+        context = self._attention.attend(query, cache.keys, cache.values, inputs.attention)  # [N, H * D]
+        return self._residual(layer.o, context, hidden)
+
+    def _mlp(self, layer: Layer, hidden: torch.Tensor) -> torch.Tensor:
+        x = layer.mlp_norm(hidden)
+        return self._residual(layer.down, layer.up.times(x, layer.gate.silu(x)), hidden)
+
+    def _residual(self, linear: Linear, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden + the sum over shards of linear(x). Rank 0 brings the residual (and the bias) into the sum."""
+        out = linear.plus(x, hidden) if self.shard.rank == 0 else linear(x)
+        self._collectives.all_reduce(out)
+        return out
+
+    def _logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
+        """[R, vocab] float32 on rank 0, None elsewhere."""
+        if rows.shape[0] == 0:
+            empty = torch.empty(0, self.logit_width, dtype=torch.float32, device=self.device)
+            return empty if self.shard.rank == 0 else None
+        local = self._weights.head(self._weights.final_norm(hidden.index_select(0, rows)))
+        logits = self._collectives.gather_logits(local, self._head_columns)
+        return None if logits is None else logits.float()

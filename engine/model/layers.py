@@ -1,0 +1,134 @@
+"""Linear layers: y = x W^T + b, with the neighbouring elementwise step fused in where the platform can.
+
+Owns the choice between the packed path (bf16 on a CPU: weights reordered once for oneDNN, about twice the memory
+bandwidth of `F.linear` at few rows) and the plain one, its slow twin, which serves everywhere else. Knows nothing of
+models or shards.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+
+LinearKind = Literal["auto", "reference"]
+
+_NONE, _SILU = "none", "swish"
+
+
+class Linear(Protocol):
+    """y = x W^T + b for rows x: [N, in] -> [N, out], of the weight's dtype."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x W^T + b."""
+        ...
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(x W^T + b)."""
+        ...
+
+    def times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """(x W^T + b) * other, other: [N, out]."""
+        ...
+
+    def plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """(x W^T + b) + other, other: [N, out]."""
+        ...
+
+
+class PlainLinear:
+    """The reference: one operator after the other.
+
+    Args:
+        weight: [out, in].
+        bias: [out].
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(self(x), inplace=True)
+
+    def times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return self(x).mul_(other)
+
+    def plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return self(x).add_(other)
+
+
+class PackedLinear:
+    """bf16 on a CPU: the weight lies in oneDNN's own blocking, the elementwise step runs on the float32 accumulator.
+
+    Args:
+        weight: [out, in] bfloat16; may be freed afterwards.
+        bias: [out] bfloat16.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+        self._bias = bias
+        self._unary = torch.ops.mkldnn._linear_pointwise.default
+        self._binary = torch.ops.mkldnn._linear_pointwise.binary
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self._unary(x, self._weight, self._bias, _NONE, [], "")
+        return y
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self._unary(x, self._weight, self._bias, _SILU, [], "")
+        return y
+
+    def times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self._binary(x, other, self._weight, self._bias, "mul")
+        return y
+
+    def plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self._binary(x, other, self._weight, self._bias, "add")
+        return y
+
+
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, kind: LinearKind = "auto") -> Linear:
+    """The fastest layer for where the weight lies.
+
+    Args:
+        weight: [out, in].
+        bias: [out], of the same dtype and device.
+        kind: `reference` forces the plain path.
+    """
+    eligible = kind == "auto" and weight.device.type == "cpu" and weight.dtype is torch.bfloat16
+    if eligible and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return PackedLinear(weight, bias)
+    return PlainLinear(weight, bias)
+
+
+class RmsNorm:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
+
+    Args:
+        weight: [size].
+        eps: added to the mean square.
+        fast: allow the route over LayerNorm where it pays.
+    """
+
+    MAX_FAST_ROWS = 32
+    """Above, doubling the rows costs more than the operators it saves."""
+
+    def __init__(self, weight: torch.Tensor, eps: float, *, fast: bool = False) -> None:
+        self.weight = weight
+        self._eps = eps
+        eligible = fast and weight.device.type == "cpu" and weight.dtype is torch.bfloat16
+        self._doubled = torch.cat((weight, weight)) if eligible else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise x: [..., size]."""
+        size = self.weight.shape[0]
+        if self._doubled is None or x.shape[0] > self.MAX_FAST_ROWS:
+            return F.rms_norm(x, (size,), self.weight, self._eps)
+        mirrored = F.layer_norm(torch.cat((x, x.neg()), -1), (2 * size,), self._doubled, None, self._eps)
+        return mirrored[..., :size].contiguous()

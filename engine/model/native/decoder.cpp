@@ -1,0 +1,445 @@
+// The decoder of the Llama family tree on a CPU with AVX512-BF16: the forward of a whole plan in one call.
+//
+// Owns the order of operations, which is that of engine/model/decoder.py, its slow twin, and the cache's inner layout;
+// the residual stream is float32 here. A row's result depends on that row and its context alone, never on the rows
+// beside it. Packed weights are in matrix.h, threads in pool.h.
+//
+// K cache   [tokens / 16][G][D / 2][16][2] bfloat16: one load holds two dimensions of 16 tokens.
+// V cache   [tokens / 16][G][8][D][2] bfloat16: one load holds two tokens of 16 dimensions.
+
+#include <immintrin.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "matrix.h"
+#include "pool.h"
+
+namespace {
+
+constexpr int kRowChunk = 96;   // rows of an item, so that their inputs and a panel stay in the second-level cache
+constexpr int kQueries = 6;     // query vectors attended together
+constexpr int kTilesAhead = 4;  // tiles of the cache that are asked for before their turn
+constexpr int kSlice = 4;       // 16-wide registers of a head's dimensions summed at once
+
+}  // namespace
+
+extern "C" {
+
+struct Shape {
+  int32_t num_layers, hidden, heads, kv_heads, head_dim, inner, vocab, num_threads;
+  float eps;
+};
+
+struct LayerWeights {
+  Matrix *qkv, *o, *gate_up, *down;  // gate_up: a panel holds two blocks of gate and the same two of up
+  const float *qkv_bias, *o_bias, *gate_bias, *up_bias, *down_bias;      // null where absent
+  const float *input_norm, *q_norm, *k_norm, *mlp_norm;                  // q_norm and k_norm null where absent
+};
+
+struct Plan {
+  int32_t num_rows, num_spans, table_width, num_logits, block_size, num_features;
+  const int32_t *token_ids, *slots, *q_lens, *kv_lens, *block_tables, *logit_rows, *feature_layers;
+  const float *cos, *sin;  // [num_rows, head_dim / 2]
+  bf16 *const *keys, *const *values;  // one of each per layer
+  const bf16* embedded;  // [num_rows, hidden] what enters the first layer; null: the embedding of token_ids
+  float* logits;  // [num_logits, vocab]
+  bf16* features;  // [num_rows, num_features * hidden], or null
+};
+
+}  // extern "C"
+
+namespace {
+
+struct AttentionItem {
+  int span, kv_head, first, count;  // query vectors `first ...` of the span: row-major, query heads of the group inside
+};
+
+template <class T>
+struct Buffer {  // grows, never shrinks; contents are lost when it grows
+  T* data = nullptr;
+  size_t size = 0;
+  ~Buffer() { std::free(data); }
+  T* get(size_t wanted) {
+    if (wanted > size) {
+      std::free(data);
+      size = (wanted + 4095) / 4096 * 4096;
+      data = static_cast<T*>(std::aligned_alloc(64, size * sizeof(T)));
+    }
+    return data;
+  }
+};
+
+struct Scratch {  // of one thread
+  Buffer<float> scores;
+  Buffer<bf16> probs;
+};
+
+class Model {
+ public:
+  Model(const Shape& shape, const LayerWeights* layers, const bf16* embedding, const float* final_norm, const Matrix* head)
+      : shape_(shape),
+        layers_(layers, layers + shape.num_layers),
+        embedding_(embedding),
+        final_norm_(final_norm),
+        head_(*head),
+        pool_(shape.num_threads),
+        scratch_(std::max(1, shape.num_threads)) {}
+
+  void forward(const Plan& plan) {
+    pool_.wake();
+    const long rows = plan.num_rows;
+    residual_.get(rows * shape_.hidden);
+    normed_.get(rows * shape_.hidden);
+    projected_.get(rows * (shape_.heads + 2 * shape_.kv_heads) * shape_.head_dim);
+    query_.get(rows * shape_.heads * shape_.head_dim);
+    context_.get(rows * shape_.heads * shape_.head_dim);
+    inner_.get(rows * shape_.inner);
+    split_attention(plan);
+    for (long row = 0; row < rows; ++row) {
+      const bf16* from = plan.embedded ? plan.embedded + row * shape_.hidden
+                                       : embedding_ + static_cast<long>(plan.token_ids[row]) * shape_.hidden;
+      for (int i = 0; i < shape_.hidden; i += kLanes)
+        _mm512_store_ps(residual_.data + row * shape_.hidden + i, load_bf16(from + i));
+    }
+    int feature = 0;
+    for (int layer = 0; layer < shape_.num_layers; ++layer) {
+      attend(plan, layers_[layer], plan.keys[layer], plan.values[layer]);
+      feed_forward(plan, layers_[layer]);
+      if (feature < plan.num_features && plan.feature_layers[feature] == layer) keep_features(plan, feature++);
+    }
+    logits(plan);
+  }
+
+ private:
+  // normed[i] = norm(residual[rows[i]]), rows null for all in order.
+  void normalise(const float* weight, const int32_t* rows, int count) {
+    const int hidden = shape_.hidden;
+    const auto body = [&](int item, int) {
+      const float* x = residual_.data + static_cast<long>(rows ? rows[item] : item) * hidden;
+      bf16* to = normed_.data + static_cast<long>(item) * hidden;
+      __m512 squares = _mm512_setzero_ps();
+      for (int i = 0; i < hidden; i += kLanes) {
+        const __m512 part = _mm512_load_ps(x + i);
+        squares = _mm512_fmadd_ps(part, part, squares);
+      }
+      const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / hidden + shape_.eps));
+      for (int i = 0; i < hidden; i += kLanes)
+        store_bf16(to + i, _mm512_mul_ps(_mm512_mul_ps(_mm512_load_ps(x + i), scale), _mm512_loadu_ps(weight + i)));
+    };
+    loop_rows(count, body);
+  }
+
+  // Few cheap rows are not worth the other threads' attention.
+  template <class Body>
+  void loop_rows(int count, const Body& body) {
+    constexpr int kFew = 4, kPerItem = 4;
+    if (count <= kFew) {
+      for (int row = 0; row < count; ++row) body(row, 0);
+      return;
+    }
+    pool_.loop((count + kPerItem - 1) / kPerItem, [&](int item, int thread) {
+      for (int row = item * kPerItem; row < std::min(count, (item + 1) * kPerItem); ++row) body(row, thread);
+    });
+  }
+
+  // use(panel, first row, rows, tile) over all of x[count][depth] times the matrix.
+  template <class Use>
+  void project(const Matrix& matrix, const bf16* x, int count, const Use& use) {
+    const int panels = matrix.num_panels();
+    const int chunks = (count + kRowChunk - 1) / kRowChunk;
+    pool_.loop(panels * chunks, [&](int item, int) {
+      const int chunk = item / panels, panel = item % panels;
+      const auto then = [&](int first, int rows, const float* tile) { use(panel, first, rows, tile); };
+      multiply_rows(matrix, panel, x, chunk * kRowChunk, std::min(count, (chunk + 1) * kRowChunk), then);
+    });
+  }
+
+  // to[row][columns] (+)= x times the matrix + bias.
+  template <bool kAdd>
+  void project_to(const Matrix& matrix, const bf16* x, int count, const float* bias, float* to) {
+    project(matrix, x, count, [&](int panel, int first, int rows, const float* tile) {
+      const int width = matrix.width();
+      const int begin = panel * width, count = std::min(width, matrix.columns - begin);
+      for (int row = 0; row < rows; ++row)
+        for (int column = 0; column < count; column += kLanes) {
+          const __mmask16 mask = count - column >= kLanes ? 0xffff : (1u << (count - column)) - 1;
+          float* at = to + static_cast<long>(first + row) * matrix.columns + begin + column;
+          __m512 sum = _mm512_load_ps(tile + row * width + column);
+          if (bias) sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(mask, bias + begin + column));
+          if (kAdd) sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(mask, at));
+          _mm512_mask_storeu_ps(at, mask, sum);
+        }
+    });
+  }
+
+  void attend(const Plan& plan, const LayerWeights& layer, bf16* keys, bf16* values) {
+    normalise(layer.input_norm, nullptr, plan.num_rows);
+    project_to<false>(*layer.qkv, normed_.data, plan.num_rows, layer.qkv_bias, projected_.data);
+    loop_rows(plan.num_rows, [&](int row, int) { place(plan, layer, row, keys, values); });
+    pool_.loop(static_cast<int>(items_.size()), [&](int item, int thread) {
+      attend_item(plan, items_[item], keys, values, scratch_[thread]);
+    });
+    project_to<true>(*layer.o, context_.data, plan.num_rows, layer.o_bias, residual_.data);
+  }
+
+  void feed_forward(const Plan& plan, const LayerWeights& layer) {
+    normalise(layer.mlp_norm, nullptr, plan.num_rows);
+    constexpr int kUnits = 2 * kLanes;  // inner units of a panel
+    project(*layer.gate_up, normed_.data, plan.num_rows, [&](int panel, int first, int rows, const float* tile) {
+      for (int row = 0; row < rows; ++row)
+        for (int block = 0; block < 2; ++block) {
+          const int unit = panel * kUnits + block * kLanes;
+          __m512 gate = _mm512_load_ps(tile + row * 2 * kUnits + block * kLanes);
+          __m512 up = _mm512_load_ps(tile + row * 2 * kUnits + kUnits + block * kLanes);
+          if (layer.gate_bias) gate = _mm512_add_ps(gate, _mm512_loadu_ps(layer.gate_bias + unit));
+          if (layer.up_bias) up = _mm512_add_ps(up, _mm512_loadu_ps(layer.up_bias + unit));
+          const __m512 one = _mm512_set1_ps(1.0f);
+          const __m512 fall = exp16(_mm512_sub_ps(_mm512_setzero_ps(), gate));
+          const __m512 silu = _mm512_div_ps(gate, _mm512_add_ps(one, fall));
+          store_bf16(inner_.data + static_cast<long>(first + row) * shape_.inner + unit, _mm512_mul_ps(silu, up));
+        }
+    });
+    project_to<true>(*layer.down, inner_.data, plan.num_rows, layer.down_bias, residual_.data);
+  }
+
+  // Norms and turns a row's q and k heads; q to its buffer, k and v to their slot of the cache.
+  void place(const Plan& plan, const LayerWeights& layer, int row, bf16* keys, bf16* values) {
+    const int dim = shape_.head_dim, heads = shape_.heads, groups = shape_.kv_heads;
+    float* from = projected_.data + static_cast<long>(row) * (heads + 2 * groups) * dim;
+    const float *cos = plan.cos + static_cast<long>(row) * dim / 2, *sin = plan.sin + static_cast<long>(row) * dim / 2;
+    const long tile = plan.slots[row] / kLanes;
+    const int lane = plan.slots[row] % kLanes;
+    for (int head = 0; head < heads + groups; ++head) {
+      float* x = from + head * dim;
+      const float* norm = head < heads ? layer.q_norm : layer.k_norm;
+      if (norm) normalise_head(x, norm);
+      turn(x, cos, sin);
+      if (head < heads) {
+        bf16* to = query_.data + (static_cast<long>(row) * heads + head) * dim;
+        for (int i = 0; i < dim; i += kLanes) store_bf16(to + i, _mm512_loadu_ps(x + i));
+      } else {
+        bf16* to = keys + (tile * groups + head - heads) * dim * kLanes + lane * 2;
+        for (int i = 0; i < dim; i += 2) {
+          to[i * kLanes] = round_bf16(x[i]);
+          to[i * kLanes + 1] = round_bf16(x[i + 1]);
+        }
+      }
+    }
+    for (int group = 0; group < groups; ++group) {
+      const float* x = from + (heads + groups + group) * dim;
+      bf16* to = values + (tile * groups + group) * dim * kLanes + (lane / 2) * dim * 2 + lane % 2;
+      for (int i = 0; i < dim; ++i) to[2 * i] = round_bf16(x[i]);
+    }
+  }
+
+  void normalise_head(float* x, const float* weight) {
+    float squares = 0;
+    for (int i = 0; i < shape_.head_dim; ++i) squares += x[i] * x[i];
+    const float scale = 1.0f / std::sqrt(squares / shape_.head_dim + shape_.eps);
+    for (int i = 0; i < shape_.head_dim; ++i) x[i] *= scale * weight[i];
+  }
+
+  void turn(float* x, const float* cos, const float* sin) {
+    const int half = shape_.head_dim / 2;
+    for (int i = 0; i < half; i += kLanes) {
+      const __m512 a = _mm512_loadu_ps(x + i), b = _mm512_loadu_ps(x + half + i);
+      const __m512 c = _mm512_loadu_ps(cos + i), s = _mm512_loadu_ps(sin + i);
+      _mm512_storeu_ps(x + i, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)));
+      _mm512_storeu_ps(x + half + i, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)));
+    }
+  }
+
+  // The same for every layer: which query vectors are attended together.
+  void split_attention(const Plan& plan) {
+    items_.clear();
+    starts_.resize(plan.num_spans);
+    const int fold = shape_.heads / shape_.kv_heads;
+    int row = 0;
+    for (int span = 0; span < plan.num_spans; ++span) {
+      starts_[span] = row;
+      row += plan.q_lens[span];
+      const int vectors = plan.q_lens[span] * fold;
+      for (int first = 0; first < vectors; first += kQueries)
+        for (int head = 0; head < shape_.kv_heads; ++head)
+          items_.push_back({span, head, first, std::min(kQueries, vectors - first)});
+    }
+  }
+
+  void attend_item(const Plan& plan, const AttentionItem& item, const bf16* keys, const bf16* values, Scratch& scratch) {
+    switch (item.count) {
+      case 1: return attend_queries<1>(plan, item, keys, values, scratch);
+      case 2: return attend_queries<2>(plan, item, keys, values, scratch);
+      case 3: return attend_queries<3>(plan, item, keys, values, scratch);
+      case 4: return attend_queries<4>(plan, item, keys, values, scratch);
+      case 5: return attend_queries<5>(plan, item, keys, values, scratch);
+      default: return attend_queries<6>(plan, item, keys, values, scratch);
+    }
+  }
+
+  template <int Q>
+  void attend_queries(const Plan& plan, const AttentionItem& item, const bf16* keys, const bf16* values, Scratch& scratch) {
+    const int dim = shape_.head_dim, fold = shape_.heads / shape_.kv_heads;
+    const int* table = plan.block_tables + static_cast<long>(item.span) * plan.table_width;
+    const int tiles_per_block = plan.block_size / kLanes;
+    const bf16* query[Q];
+    long target[Q];
+    int seen[Q], most = 0;
+    for (int q = 0; q < Q; ++q) {
+      const int row = (item.first + q) / fold, head = item.kv_head * fold + (item.first + q) % fold;
+      target[q] = (static_cast<long>(starts_[item.span] + row) * shape_.heads + head) * dim;
+      query[q] = query_.data + target[q];
+      seen[q] = plan.kv_lens[item.span] - plan.q_lens[item.span] + row + 1;
+      most = std::max(most, seen[q]);
+    }
+    const int num_tiles = (most + kLanes - 1) / kLanes, padded = num_tiles * kLanes;
+    float* scores = scratch.scores.get(static_cast<size_t>(Q) * padded);
+    bf16* probs = scratch.probs.get(static_cast<size_t>(Q) * padded);
+    const auto offset = [&](int tile) {
+      const long where = static_cast<long>(table[tile / tiles_per_block]) * tiles_per_block + tile % tiles_per_block;
+      return (where * shape_.kv_heads + item.kv_head) * dim * kLanes;
+    };
+    const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(static_cast<float>(dim)));
+    for (int tile = 0; tile < num_tiles; ++tile) {
+      const bf16* at = keys + offset(tile);
+      const bf16* later = keys + offset(std::min(tile + kTilesAhead, num_tiles - 1));
+      __m512 sums[2][Q];  // of every other pair of dimensions: two short chains of additions instead of a long one
+#pragma GCC unroll 6
+      for (int q = 0; q < Q; ++q) sums[0][q] = sums[1][q] = _mm512_setzero_ps();
+      for (int i = 0; i < dim; i += 4)
+#pragma GCC unroll 2
+        for (int odd = 0; odd < 2; ++odd) {
+          const int at_pair = i + 2 * odd;
+          _mm_prefetch(later + at_pair * kLanes, _MM_HINT_T0);
+          const __m512bh k = as_bf16(_mm512_loadu_si512(at + at_pair * kLanes));
+#pragma GCC unroll 6
+          for (int q = 0; q < Q; ++q)
+            sums[odd][q] = _mm512_dpbf16_ps(sums[odd][q], k, as_bf16(pair(query[q] + at_pair)));
+        }
+#pragma GCC unroll 6
+      for (int q = 0; q < Q; ++q)
+        _mm512_store_ps(scores + static_cast<long>(q) * padded + tile * kLanes,
+                        _mm512_mul_ps(_mm512_add_ps(sums[0][q], sums[1][q]), scale));
+    }
+    float inverse[Q];
+    for (int q = 0; q < Q; ++q) inverse[q] = softmax(scores + static_cast<long>(q) * padded, probs + static_cast<long>(q) * padded, seen[q], padded);
+    for (int slice = 0; slice < dim; slice += kSlice * kLanes) {
+      __m512 sums[Q][kSlice];
+#pragma GCC unroll 6
+      for (int q = 0; q < Q; ++q)
+#pragma GCC unroll 4
+        for (int b = 0; b < kSlice; ++b) sums[q][b] = _mm512_setzero_ps();
+      for (int tile = 0; tile < num_tiles; ++tile) {
+        const bf16* at = values + offset(tile) + slice * 2;
+        const bf16* later = values + offset(std::min(tile + kTilesAhead, num_tiles - 1)) + slice * 2;
+        for (int two = 0; two < kLanes / 2; ++two) {
+          __m512bh v[kSlice];
+#pragma GCC unroll 4
+          for (int b = 0; b < kSlice; ++b) {
+            _mm_prefetch(later + two * dim * 2 + b * 32, _MM_HINT_T0);
+            v[b] = as_bf16(_mm512_loadu_si512(at + two * dim * 2 + b * 32));
+          }
+#pragma GCC unroll 6
+          for (int q = 0; q < Q; ++q) {
+            const __m512bh p = as_bf16(pair(probs + static_cast<long>(q) * padded + tile * kLanes + two * 2));
+#pragma GCC unroll 4
+            for (int b = 0; b < kSlice; ++b) sums[q][b] = _mm512_dpbf16_ps(sums[q][b], v[b], p);
+          }
+        }
+      }
+#pragma GCC unroll 6
+      for (int q = 0; q < Q; ++q)
+#pragma GCC unroll 4
+        for (int b = 0; b < kSlice; ++b)
+          store_bf16(context_.data + target[q] + slice + b * kLanes, _mm512_mul_ps(sums[q][b], _mm512_set1_ps(inverse[q])));
+    }
+  }
+
+  // probs = e^(scores - max) for the first `seen`, 0 to `padded`; returns 1 / their sum.
+  static float softmax(float* scores, bf16* probs, int seen, int padded) {
+    const int whole = seen / kLanes * kLanes;
+    const __mmask16 rest = static_cast<__mmask16>((1u << (seen - whole)) - 1);
+    const __m512 lowest = _mm512_set1_ps(-INFINITY);
+    __m512 highest = lowest;
+    for (int t = 0; t < whole; t += kLanes) highest = _mm512_max_ps(highest, _mm512_load_ps(scores + t));
+    if (rest) highest = _mm512_max_ps(highest, _mm512_mask_load_ps(lowest, rest, scores + whole));
+    const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(highest));
+    __m512 sum = _mm512_setzero_ps();
+    for (int t = 0; t < padded; t += kLanes) {
+      const __mmask16 mask = t < whole ? 0xffff : t == whole ? rest : 0;
+      const __m512 p = _mm512_maskz_mov_ps(mask, exp16(_mm512_sub_ps(_mm512_load_ps(scores + t), top)));
+      sum = _mm512_add_ps(sum, p);
+      store_bf16(probs + t, p);
+    }
+    return 1.0f / _mm512_reduce_add_ps(sum);
+  }
+
+  void keep_features(const Plan& plan, int feature) {
+    const int hidden = shape_.hidden;
+    for (long row = 0; row < plan.num_rows; ++row)
+      for (int i = 0; i < hidden; i += kLanes)
+        store_bf16(plan.features + (row * plan.num_features + feature) * hidden + i,
+                   _mm512_load_ps(residual_.data + row * hidden + i));
+  }
+
+  void logits(const Plan& plan) {
+    if (plan.num_logits == 0) return;
+    normalise(final_norm_, plan.logit_rows, plan.num_logits);
+    project_to<false>(head_, normed_.data, plan.num_logits, nullptr, plan.logits);
+  }
+
+  const Shape shape_;
+  const std::vector<LayerWeights> layers_;
+  const bf16* const embedding_;
+  const float* const final_norm_;
+  const Matrix head_;
+  Pool pool_;
+  std::vector<Scratch> scratch_;
+  std::vector<AttentionItem> items_;
+  std::vector<int> starts_;
+  Buffer<float> residual_, projected_;
+  Buffer<bf16> normed_, query_, context_, inner_;
+};
+
+}  // namespace
+
+extern "C" {
+
+// Packs a row-major weight [columns][depth]; null where memory is short. columns is padded with zeros to whole panels.
+Matrix* matrix_pack(const bf16* weight, int columns, int depth, int blocks) {
+  auto matrix = std::make_unique<Matrix>();
+  matrix->columns = columns;
+  matrix->depth = depth;
+  matrix->blocks = blocks;
+  matrix->panels = static_cast<bf16*>(reserve(matrix->bytes()));
+  if (!matrix->panels) return nullptr;
+  const int width = matrix->width();
+  for (int column = 0; column < columns; ++column) {
+    bf16* to = matrix->panels + static_cast<long>(column / width) * width * depth + column % width * 2;
+    const bf16* from = weight + static_cast<long>(column) * depth;
+    for (int k = 0; k < depth; k += 2) std::memcpy(to + static_cast<long>(k) * width, from + k, 4);
+  }
+  return matrix.release();
+}
+
+void matrix_free(Matrix* matrix) {
+  munmap(matrix->panels, matrix->bytes());
+  delete matrix;
+}
+
+Model* model_new(const Shape* shape, const LayerWeights* layers, const bf16* embedding, const float* final_norm,
+                 const Matrix* head) {
+  return new Model(*shape, layers, embedding, final_norm, head);
+}
+
+void model_forward(Model* model, const Plan* plan) { model->forward(*plan); }
+
+void model_free(Model* model) { delete model; }
+
+}  // extern "C"

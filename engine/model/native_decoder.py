@@ -1,0 +1,184 @@
+"""A model's forward through the native library: the fast twin of `engine.model.decoder.Decoder`.
+
+Owns the packing of weights and the way from a plan to the library's structures. Serves whole models (one shard) in bf16
+whose sizes fill the registers; says why where it does not. The KV cache is the same memory as the slow twin's, in an
+order of its own inside (see decoder.cpp): a cache is written and read by one of the two only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.weights import WHOLE
+from engine.core.step import ForwardPlan
+from engine.model.decoder import DecoderWeights, ForwardResult, Layer, LayerCache
+from engine.model.layers import PlainLinear
+from engine.model.native import LayerWeights, NativeUnavailable, Plan, Shape, load_library
+from engine.model.rope import inverse_frequencies
+
+TILE = 16
+"""Tokens of a cache tile; a block holds whole tiles."""
+WIDE, NARROW = 4, 2
+"""Column blocks of a panel: wide where a matrix has columns enough for all threads, narrow for few columns."""
+
+
+def check_native(config: ModelConfig) -> None:
+    """Whether the library serves a model of this shape.
+
+    Raises:
+        NativeUnavailable: a size does not fill the registers.
+    """
+    for name, value, step in (
+        ("hidden_size", config.hidden_size, 32),
+        ("intermediate_size", config.intermediate_size, 32),
+        ("head_dim", config.head_dim, 64),
+    ):
+        if value % step:
+            raise NativeUnavailable(f"{name} is {value}, and only multiples of {step} are served")
+
+
+class NativeDecoder:
+    """One whole model. Make one with `engine.model.load.load_model`.
+
+    Args:
+        config: of the model.
+        weights: plain bf16 weights on the CPU; packed copies are made, so they may be freed afterwards.
+        feature_layers: layers, ascending, whose outputs a forward also yields.
+        num_threads: the caller's thread included.
+
+    Raises:
+        NativeUnavailable: the machine or the model's shape is not served.
+    """
+
+    own_threads = True
+    """A forward brings its own threads, whatever number PyTorch is set to."""
+
+    def __init__(
+        self, config: ModelConfig, weights: DecoderWeights, *, feature_layers: tuple[int, ...], num_threads: int
+    ) -> None:
+        check_native(config)
+        self.config = config
+        self.shard = WHOLE
+        self.dtype = torch.bfloat16
+        self.device = torch.device("cpu")
+        self.draft_vocab = weights.draft_vocab
+        self.feature_layers = feature_layers
+        self.num_kv_heads = config.num_kv_heads
+        self.logit_width = config.draft_vocab_size or config.vocab_size
+        self._library = load_library()
+        self.embedding = weights.embedding
+        self._kept: list[Any] = []
+        self._inverse_freq = inverse_frequencies(config)
+        self._feature_layers = np.array(feature_layers, np.int32)
+        self._addresses: tuple[list[LayerCache], Any, Any] | None = None
+        shape = Shape(
+            num_layers=config.num_layers,
+            hidden=config.hidden_size,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            inner=config.intermediate_size,
+            vocab=self.logit_width,
+            num_threads=num_threads,
+            eps=config.rms_norm_eps,
+        )
+        layers = (LayerWeights * config.num_layers)(*(self._layer(layer) for layer in weights.layers))
+        self._model = self._library.model_new(
+            ctypes.byref(shape),
+            layers,
+            weights.embedding.data_ptr(),
+            self._floats(weights.final_norm.weight),
+            self._pack(_plain(weights.head).weight, WIDE),
+        )
+        weakref.finalize(self, self._library.model_free, self._model)
+
+    def forward(
+        self, plan: ForwardPlan, caches: list[LayerCache], embedded: torch.Tensor | None = None
+    ) -> ForwardResult:
+        """As `Decoder.forward`; each row's result is the same whatever rows are beside it."""
+        keys, values = self._cache_addresses(caches)
+        angles = torch.from_numpy(plan.positions)[:, None].float() * self._inverse_freq  # [N, head_dim / 2]
+        cos, sin = angles.cos(), angles.sin()
+        if embedded is not None:
+            embedded = embedded.to(torch.bfloat16).contiguous()
+        num_rows, num_logits = len(plan.token_ids), len(plan.logit_rows)
+        logits = torch.empty(num_logits, self.logit_width, dtype=torch.float32)
+        width = len(self.feature_layers) * self.config.hidden_size
+        features = torch.empty(num_rows, width, dtype=torch.bfloat16) if width else None
+        integers = [
+            np.ascontiguousarray(values, np.int32)
+            for values in (
+                *(plan.token_ids, plan.slots, plan.q_lens, plan.kv_lens),
+                *(plan.block_tables, plan.logit_rows, self._feature_layers),
+            )
+        ]
+        native = Plan(
+            *(num_rows, len(plan.q_lens), plan.block_tables.shape[1], num_logits),
+            caches[0].keys.shape[1],
+            len(self.feature_layers),
+            *(array.ctypes.data for array in integers),
+            *(cos.data_ptr(), sin.data_ptr()),
+            *(ctypes.addressof(keys), ctypes.addressof(values)),
+            embedded.data_ptr() if embedded is not None else None,
+            logits.data_ptr(),
+            features.data_ptr() if features is not None else None,
+        )
+        self._library.model_forward(self._model, ctypes.byref(native))
+        return ForwardResult(logits=logits, hidden=features)
+
+    def _cache_addresses(self, caches: list[LayerCache]) -> tuple[Any, Any]:
+        if self._addresses is None or self._addresses[0] is not caches:
+            if caches[0].keys.shape[1] % TILE:
+                raise ValueError(
+                    f"block_size: {caches[0].keys.shape[1]} given, the native path needs multiples of {TILE}"
+                )
+            kind = ctypes.c_void_p * len(caches)
+            keys = kind(*(cache.keys.data_ptr() for cache in caches))
+            self._addresses = (caches, keys, kind(*(cache.values.data_ptr() for cache in caches)))
+        return self._addresses[1:]
+
+    def _layer(self, layer: Layer) -> LayerWeights:
+        qkv, o, gate, up, down = (_plain(part) for part in (layer.qkv, layer.o, layer.gate, layer.up, layer.down))
+        half, depth = WIDE * TILE // 2, gate.weight.shape[1]
+        both = torch.stack((gate.weight.view(-1, half, depth), up.weight.view(-1, half, depth)), 1).view(-1, depth)
+        return LayerWeights(
+            qkv=self._pack(qkv.weight, NARROW),
+            o=self._pack(o.weight, NARROW),
+            gate_up=self._pack(both, WIDE),
+            down=self._pack(down.weight, NARROW),
+            **{
+                f"{name}_bias": self._floats(part.bias)
+                for name, part in (("qkv", qkv), ("o", o), ("gate", gate), ("up", up), ("down", down))
+            },
+            input_norm=self._floats(layer.input_norm.weight),
+            q_norm=self._floats(layer.q_norm.weight if layer.q_norm else None),
+            k_norm=self._floats(layer.k_norm.weight if layer.k_norm else None),
+            mlp_norm=self._floats(layer.mlp_norm.weight),
+        )
+
+    def _pack(self, weight: torch.Tensor, blocks: int) -> int:
+        weight = weight.contiguous()
+        matrix: int | None = self._library.matrix_pack(weight.data_ptr(), *weight.shape, blocks)
+        if matrix is None:
+            raise MemoryError(f"no memory for a packed weight of {weight.shape[0]} x {weight.shape[1]}")
+        weakref.finalize(self, self._library.matrix_free, matrix)
+        return matrix
+
+    def _floats(self, vector: torch.Tensor | None) -> int | None:
+        if vector is None:
+            return None
+        self._kept.append(vector.float().contiguous())
+        address: int = self._kept[-1].data_ptr()
+        return address
+
+
+def _plain(linear: object) -> PlainLinear:
+    if not isinstance(linear, PlainLinear):
+        raise TypeError(f"native weights are packed from plain linear layers, not {type(linear).__name__}")
+    return linear

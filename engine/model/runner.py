@@ -1,0 +1,132 @@
+"""Runs a model over its own paged KV cache, one `ForwardPlan` at a time.
+
+Owns the cache tensors; sizes the cache from the memory at hand.
+Knows nothing of requests: who holds which block is the block pool's business.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+
+import psutil
+import torch
+
+from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.weights import WHOLE, ShardSpec
+from engine.core.step import ForwardPlan
+from engine.errors import ConfigError
+from engine.model.decoder import LayerCache
+from engine.model.device import keep_freed_memory
+from engine.model.load import Model
+
+CPU_MEMORY_FRACTION = 0.25
+CPU_MEMORY_LIMIT = 4 << 30
+CUDA_MEMORY_FRACTION = 0.85
+"""Of what is free once weights are loaded; the rest is for activations."""
+
+
+class ModelRunner:
+    """One shard of a model and its KV cache.
+
+    Args:
+        model: from `load_model`; gives dtype and device.
+        num_blocks: capacity of the cache.
+        block_size: tokens per block.
+    """
+
+    def __init__(self, model: Model, *, num_blocks: int, block_size: int) -> None:
+        self.model = model
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.features: torch.Tensor | None = None
+        """[N, len(feature_layers) * hidden_size] of the last forward; None where the model keeps no features."""
+        if model.device.type == "cpu":
+            keep_freed_memory()
+        shape = (num_blocks, block_size, model.num_kv_heads, model.config.head_dim)
+        with torch.inference_mode():
+            self.caches = [
+                LayerCache(
+                    keys=_untouched_zeros(shape, model.dtype, model.device),
+                    values=_untouched_zeros(shape, model.dtype, model.device),
+                )
+                for _ in range(model.config.num_layers)
+            ]
+
+    @torch.inference_mode()
+    def forward(self, plan: ForwardPlan) -> torch.Tensor | None:
+        """Compute a plan: write K and V of its rows, then attend, layer by layer.
+
+        Returns:
+            [R, vocab] float32 logits of `plan.logit_rows` on rank 0, None on other ranks. `vocab` is the model's, or
+            `draft_vocab_size` for a draft that scores only some tokens.
+
+        Raises:
+            ShardDown: a peer shard is gone.
+        """
+        result = self.model.forward(plan, self.caches)
+        self.features = result.hidden
+        return result.logits
+
+
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that take memory only where they are written: a pool is sized for the worst load and rarely sees it.
+
+    The allocator would write them, because `keep_freed_memory` makes it serve large blocks from its heap.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape)
+    memory = mmap.mmap(-1, size * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=size).view(shape)
+
+
+def kv_bytes_per_token(config: ModelConfig, shard: ShardSpec = WHOLE, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Bytes of K and V that one token takes on one shard, over all layers."""
+    heads = shard.kv_heads(config)
+    num_heads: int = heads.stop - heads.start
+    return 2 * config.num_layers * num_heads * config.head_dim * dtype.itemsize
+
+
+def num_kv_blocks(
+    config: ModelConfig,
+    *,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    shard: ShardSpec = WHOLE,
+    kv_cache_tokens: int | None = None,
+    memory_bytes: int | None = None,
+) -> int:
+    """Blocks that a KV cache should have. Call it once the weights are loaded. All shards must use the smallest answer.
+
+    Args:
+        config: of the model.
+        block_size: tokens per block.
+        dtype: of the cache.
+        device: whose memory is looked at.
+        shard: the part of the model.
+        kv_cache_tokens: capacity asked for, in tokens; overrides the memory at hand.
+        memory_bytes: bytes to use; None takes a share of what is free.
+
+    Raises:
+        ConfigError: there is not room for one block.
+    """
+    if kv_cache_tokens is not None:
+        return -(-kv_cache_tokens // block_size)
+    budget = _free_memory(torch.device(device)) if memory_bytes is None else memory_bytes
+    per_block = block_size * kv_bytes_per_token(config, shard, dtype)
+    if budget < per_block:
+        raise ConfigError(
+            f"kv_cache_tokens: {budget} bytes of memory hold no block of {block_size} tokens ({per_block})"
+        )
+    return budget // per_block
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * CUDA_MEMORY_FRACTION)
+    return min(int(psutil.virtual_memory().available * CPU_MEMORY_FRACTION), CPU_MEMORY_LIMIT)

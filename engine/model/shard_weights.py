@@ -1,0 +1,189 @@
+"""From a model folder to one shard's weights.
+
+Owns the tensor names of Hugging Face checkpoints and which part of each a shard takes: whole KV groups of q, k, v and
+o, a share of the MLP's inner units, a share of the head's rows, everything of the embedding and the norms.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.weights import ShardSpec, WeightFiles
+from engine.errors import ConfigError
+from engine.model.decoder import DecoderWeights, Layer
+from engine.model.device import Compute
+from engine.model.eagle_head import EagleHead
+from engine.model.layers import Linear, LinearKind, RmsNorm, make_linear
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+DRAFT_VOCAB = "draft_vocab"
+_IGNORED = ("rotary_emb.inv_freq",)
+_INTEGERS = (torch.int64, torch.int32)
+
+
+class Loader:
+    """Reads one shard of a model, with linear layers of one kind.
+
+    Args:
+        config: of the model.
+        files: its tensors.
+        compute: where they go, and of which type.
+        shard: the part to read.
+        linear: kind of the linear layers and norms to build.
+    """
+
+    def __init__(
+        self, config: ModelConfig, files: WeightFiles, compute: Compute, *, shard: ShardSpec, linear: LinearKind
+    ) -> None:
+        self._config = config
+        self._files = files
+        self._compute = compute
+        self._shard = shard
+        self._linear = linear
+
+    def decoder(self, target_folder: Path | None) -> DecoderWeights:
+        """All of a decoder, and with it the last of what the files hold.
+
+        Args:
+            target_folder: where a draft's shared embedding lies.
+
+        Raises:
+            ConfigError: a tensor is missing, superfluous or misshaped.
+        """
+        config = self._config
+        embedding = self._embedding(target_folder)
+        layers = tuple(self._layer(f"model.layers.{index}.") for index in range(config.num_layers))
+        final_norm = self._norm("model.norm.weight", config.hidden_size)
+        head = self._head(embedding)
+        draft_vocab = self._draft_vocab()
+        tied = (HEAD,) if config.tie_word_embeddings else ()
+        self._files.check_all_read(ignore=_IGNORED + tied)
+        return DecoderWeights(embedding, layers, final_norm, head, draft_vocab)
+
+    def eagle_head(self) -> EagleHead:
+        """What an eagle draft has beside its decoder; to be read before that.
+
+        Raises:
+            ConfigError: a tensor is missing or misshaped.
+        """
+        config = self._config
+        hidden, count = config.hidden_size, len(config.feature_layers)
+        fuse, _ = self._part("eagle.fuse", (hidden, count * hidden), bias=False)
+        token, _ = self._part("eagle.token", (hidden, hidden), bias=False)
+        carry, _ = self._part("eagle.carry", (hidden, hidden), bias=False)
+        return EagleHead(
+            feature_norm=self._to(self._files.read_float("eagle.feature_norm.weight", (count, hidden))),
+            fuse=self._make(fuse, None),
+            token_norm=self._norm("eagle.token_norm.weight", hidden),
+            token=self._make(token, None),
+            carry_norm=self._norm("eagle.carry_norm.weight", hidden),
+            carry=self._make(carry, None),
+            eps=config.rms_norm_eps,
+        )
+
+    def _embedding(self, target_folder: Path | None) -> torch.Tensor:
+        config, files = self._config, self._files
+        if config.shares_embedding:
+            if target_folder is None:
+                raise ConfigError(
+                    f"draft: {files.folder} shares the target's embedding, but no target folder was given"
+                )
+            files = WeightFiles(target_folder)
+        return self._to(files.read_float(EMBEDDING, (config.vocab_size, config.hidden_size)))
+
+    def _layer(self, prefix: str) -> Layer:
+        config = self._config
+        hidden, dim = config.hidden_size, config.head_dim
+        groups = self._shard.kv_heads(config)
+        fold = config.num_heads // config.num_kv_heads
+        kv = slice(groups.start * dim, groups.stop * dim)
+        query = slice(kv.start * fold, kv.stop * fold)
+        inner = self._shard.part(config.intermediate_size)
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        parts = [
+            self._part(attention + name, (heads * dim, hidden), rows=rows, bias=config.qkv_bias)
+            for name, heads, rows in (
+                ("q_proj", config.num_heads, query),
+                ("k_proj", config.num_kv_heads, kv),
+                ("v_proj", config.num_kv_heads, kv),
+            )
+        ]
+        return Layer(
+            input_norm=self._norm(prefix + "input_layernorm.weight", hidden),
+            qkv=self._make(
+                torch.cat([weight for weight, _ in parts]),
+                torch.cat([bias for _, bias in parts if bias is not None]) if config.qkv_bias else None,
+            ),
+            q_norm=self._norm(attention + "q_norm.weight", dim) if config.qk_norm else None,
+            k_norm=self._norm(attention + "k_norm.weight", dim) if config.qk_norm else None,
+            o=self._make(
+                *self._part(attention + "o_proj", (hidden, config.num_heads * dim), cols=query, bias=config.o_bias)
+            ),
+            mlp_norm=self._norm(prefix + "post_attention_layernorm.weight", hidden),
+            gate=self._make(
+                *self._part(mlp + "gate_proj", (config.intermediate_size, hidden), rows=inner, bias=config.mlp_bias)
+            ),
+            up=self._make(
+                *self._part(mlp + "up_proj", (config.intermediate_size, hidden), rows=inner, bias=config.mlp_bias)
+            ),
+            down=self._make(
+                *self._part(mlp + "down_proj", (hidden, config.intermediate_size), cols=inner, bias=config.mlp_bias)
+            ),
+        )
+
+    def _head(self, embedding: torch.Tensor) -> Linear:
+        """This shard's rows of the head: of its own matrix, or of the embedding where they are tied."""
+        config = self._config
+        width = config.draft_vocab_size or config.vocab_size
+        rows = self._shard.part(width)
+        if config.tie_word_embeddings:
+            if config.draft_vocab_size is not None:
+                raise ConfigError("tie_word_embeddings: cannot be true together with draft_vocab_size")
+            return self._make(embedding[rows], None)
+        return self._make(self._to(self._files.read_float(HEAD, (width, config.hidden_size), rows=rows)), None)
+
+    def _draft_vocab(self) -> torch.Tensor | None:
+        config = self._config
+        if config.draft_vocab_size is None:
+            return None
+        ids = self._files.read(DRAFT_VOCAB, (config.draft_vocab_size,))
+        if ids.dtype not in _INTEGERS:
+            raise ConfigError(f"model: tensor {DRAFT_VOCAB} is of type {ids.dtype}; allowed: int64, int32")
+        ids = ids.long()
+        if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(set(ids.tolist())) != ids.numel():
+            raise ConfigError(
+                f"model: {DRAFT_VOCAB} must hold distinct token ids within [0, {config.vocab_size}), "
+                f"given are {ids.numel()} from {int(ids.min())} to {int(ids.max())}"
+            )
+        return ids.to(self._compute.device)
+
+    def _part(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        *,
+        rows: slice | None = None,
+        cols: slice | None = None,
+        bias: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A linear layer's weight and bias. Shards of a layer cut by columns are summed: rank 0 alone adds its bias."""
+        weight = self._to(self._files.read_float(name + ".weight", shape, rows=rows, cols=cols))
+        if not bias:
+            return weight, None
+        vector = self._to(self._files.read_float(name + ".bias", shape[:1], rows=rows))
+        return weight, vector if cols is None or self._shard.rank == 0 else None
+
+    def _norm(self, name: str, length: int) -> RmsNorm:
+        weight = self._to(self._files.read_float(name, (length,)))
+        return RmsNorm(weight, self._config.rms_norm_eps, fast=self._linear == "auto")
+
+    def _make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        return make_linear(weight, bias, kind=self._linear)
+
+    def _to(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On the device, in the dtype, contiguous, and no longer tied to the file."""
+        return tensor.to(device=self._compute.device, dtype=self._compute.dtype, copy=True).contiguous()

@@ -1,0 +1,1 @@
+"""Logits become a distribution, and a distribution becomes a token. Knows no request."""

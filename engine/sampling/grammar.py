@@ -1,0 +1,255 @@
+"""What a text must match, as a mask over tokens: compiled grammars, and where a request stands in its own.
+
+Owns the checks of a grammar as a client sent it, the cache of compiled ones, and one matcher per request. Knows token
+ids only: how they spell is told by a `TokenizerInfo` from outside. Stop tokens are allowed exactly where the text is
+complete, and nothing else is allowed where it cannot go on.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import xgrammar
+
+from engine.errors import InvalidRequest
+from engine.messages import GrammarSpec
+from engine.sampling.json_schema import schema_problems
+
+MAX_GRAMMAR_CHARS = 1 << 17
+Done = Callable[[InvalidRequest | None], None]
+_BOUNDED_CHARACTERS = r"[^\"\\\r\n]"
+_JSON_CHARACTERS = r"[^\0-\x1f\"\\]"
+"""The compiler (0.2.9) lets strings of bounded length hold raw control characters, which JSON does not."""
+_ANY_OBJECT = '{"type": "object"}'
+
+
+def validate_grammar(spec: GrammarSpec, *, field: str | None = None) -> None:
+    """Check a grammar without a tokenizer; takes milliseconds.
+
+    Args:
+        field: name of the offending field, as the client wrote it.
+
+    Raises:
+        InvalidRequest: it does not parse, or asks for something that cannot be enforced.
+    """
+    try:
+        _parse(spec)
+    except (RuntimeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{field or spec.kind}: {_reason(error)}", field=field) from None
+    except (TypeError, AttributeError, KeyError) as error:  # a keyword's value is of a kind that nobody expects
+        raise InvalidRequest(f"{field or spec.kind}: not well-formed: {error}", field=field) from None
+
+
+def _parse(spec: GrammarSpec) -> xgrammar.Grammar:
+    """Raises ValueError or RuntimeError when it is not a grammar."""
+    if len(spec.text) > MAX_GRAMMAR_CHARS:
+        raise ValueError(f"{len(spec.text)} characters given, at most {MAX_GRAMMAR_CHARS} are allowed")
+    if spec.kind == "regex":
+        return xgrammar.Grammar.from_regex(spec.text)
+    if spec.kind == "ebnf":
+        return xgrammar.Grammar.from_ebnf(spec.text)
+    if spec.kind == "choice":
+        return xgrammar.Grammar.from_ebnf(_choice(json.loads(spec.text)))
+    if spec.kind == "json_object":
+        return xgrammar.Grammar.from_json_schema(_ANY_OBJECT, any_whitespace=False)
+    schema = json.loads(spec.text)
+    problems = list(schema_problems(schema))
+    if problems:
+        raise ValueError("; ".join(problems[:5]))
+    # Canonical spacing: less to say for the model, and more of it can be foreseen.
+    grammar = xgrammar.Grammar.from_json_schema(spec.text, any_whitespace=False)
+    rules = str(grammar)
+    if _BOUNDED_CHARACTERS not in rules:
+        return grammar
+    return xgrammar.Grammar.from_ebnf(rules.replace(_BOUNDED_CHARACTERS, _JSON_CHARACTERS))
+
+
+def _choice(choices: Any) -> str:
+    """A grammar of listed texts."""
+    if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
+        raise ValueError("a list of at least one text is expected, none of them empty")
+    return "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+
+
+def _reason(error: BaseException) -> str:
+    """The compiler's message without its place in the compiler."""
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else type(error).__name__
+    return text.split(": ", 1)[1] if text.startswith("[") and ": " in text else text
+
+
+class Grammars:
+    """Compiled grammars of one tokenizer. Thread-safe.
+
+    Args:
+        load_info: how each token is spelt; called once, at the first grammar. Its vocabulary is the model's.
+        max_entries: compiled grammars to keep; the one used longest ago goes first.
+    """
+
+    def __init__(self, load_info: Callable[[], xgrammar.TokenizerInfo], *, max_entries: int = 128) -> None:
+        self._load_info = load_info
+        self._max_entries = max_entries
+        self._compiler: xgrammar.GrammarCompiler | None = None
+        self._compiled: OrderedDict[GrammarSpec, xgrammar.CompiledGrammar] = OrderedDict()
+        self._lock = threading.Lock()
+        self._compiling = threading.Lock()
+        self._pending: set[GrammarSpec] = set()
+        self._refused: OrderedDict[GrammarSpec, InvalidRequest] = OrderedDict()
+        self._jobs: queue.SimpleQueue[tuple[GrammarSpec, Done]] = queue.SimpleQueue()
+        self._worker: threading.Thread | None = None
+
+    def find(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar | None:
+        """The compiled grammar if it is there already."""
+        with self._lock:
+            compiled = self._compiled.get(spec)
+            if compiled is not None:
+                self._compiled.move_to_end(spec)
+            return compiled
+
+    def compile(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
+        """Compile, or find. Takes milliseconds to seconds: keep it off the step loop's thread.
+
+        Raises:
+            InvalidRequest: it is no grammar.
+        """
+        with self._compiling:
+            compiled = self.find(spec)
+            if compiled is None:
+                validate_grammar(spec)
+                try:
+                    if self._compiler is None:
+                        self._compiler = xgrammar.GrammarCompiler(self._load_info(), max_threads=1, cache_enabled=False)
+                    compiled = self._compiler.compile_grammar(_parse(spec))
+                except (RuntimeError, ValueError) as error:
+                    raise InvalidRequest(f"{spec.kind}: {_reason(error)}") from None
+                with self._lock:
+                    self._compiled[spec] = compiled
+                    while len(self._compiled) > self._max_entries:
+                        self._compiled.popitem(last=False)
+            return compiled
+
+    def prepare(self, spec: GrammarSpec, done: Done) -> None:
+        """Compile in a helper thread; `done` is called there, with the error if it is no grammar."""
+        self._jobs.put((spec, done))
+        with self._lock:
+            if self._worker is None:
+                self._worker = threading.Thread(target=self._work, name="grammars", daemon=True)
+                self._worker.start()
+
+    def poll(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar | None:
+        """The compiled grammar; None while the helper thread compiles it.
+
+        Raises:
+            InvalidRequest: it is no grammar.
+        """
+        with self._lock:
+            error = self._refused.get(spec)
+        if error is not None:
+            raise error
+        compiled = self.find(spec)
+        if compiled is None and spec not in self._pending:
+            self._pending.add(spec)
+            self.prepare(spec, lambda error: self._settle(spec, error))
+        return compiled
+
+    def _settle(self, spec: GrammarSpec, error: InvalidRequest | None) -> None:
+        with self._lock:
+            if error is not None:
+                self._refused[spec] = error
+                while len(self._refused) > self._max_entries:
+                    self._refused.popitem(last=False)
+        self._pending.discard(spec)
+
+    def _work(self) -> None:
+        while True:
+            spec, done = self._jobs.get()
+            try:
+                self.compile(spec)
+            except InvalidRequest as error:
+                done(error)
+            except Exception as error:  # noqa: BLE001  whatever it is, the request that waits must end
+                done(InvalidRequest(f"{spec.kind}: {type(error).__name__}: {error}"))
+            else:
+                done(None)
+
+
+class Matcher:
+    """Where one request stands in its grammar.
+
+    Args:
+        compiled: the grammar.
+        stop_token_ids: tokens that end the text; empty takes the tokenizer's own.
+    """
+
+    def __init__(self, compiled: xgrammar.CompiledGrammar, stop_token_ids: Sequence[int]) -> None:
+        self._matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(stop_token_ids) or None)
+        self._vocab_size: int = compiled.tokenizer_info.vocab_size
+        ids = {token for token in self._matcher.stop_token_ids if 0 <= token < self._vocab_size}
+        self.stop_token_ids = frozenset(ids)
+        self._stops = np.array(sorted(ids), dtype=np.int64)
+        self._last_word = np.uint32(2 ** (self._vocab_size - 32 * (self.num_words - 1)) - 1)  # no bits behind the end
+        self._ended = False
+
+    @property
+    def num_words(self) -> int:
+        """int32 words of a mask."""
+        return -(-self._vocab_size // 32)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last token was a stop token."""
+        return self._ended
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text may end here."""
+        return self._ended or bool(self._matcher.is_completed())
+
+    def push(self, token: int) -> bool:
+        """Go on by one token; False, and nothing changed, when it may not stand here."""
+        if self._ended:
+            return False
+        if token in self.stop_token_ids:
+            if not self.is_complete:
+                return False
+            self._ended = True
+            return True
+        return bool(self._matcher.accept_token(token))
+
+    def pop(self) -> None:
+        """Undo the last successful push."""
+        if self._ended:
+            self._ended = False
+        else:
+            self._matcher.rollback(1)
+
+    def fill(self, mask: torch.Tensor, row: int, *, forbid_stop: bool) -> None:
+        """Write the tokens that may stand next into a mask.
+
+        Args:
+            mask: [rows, num_words] int32 on the CPU, one bit per token.
+            forbid_stop: no stop token, unless nothing else may stand here.
+        """
+        words = mask[row].numpy().view(np.uint32)
+        words[:] = 0
+        if not self._ended:
+            self._matcher.fill_next_token_bitmask(mask, row)
+            words[-1] &= self._last_word
+            stops = self._stops
+            np.bitwise_and.at(words, stops // 32, ~(np.uint32(1) << (stops % 32).astype(np.uint32)))
+        if (self.is_complete and not forbid_stop) or not words.any():
+            stops = self._stops
+            np.bitwise_or.at(words, stops // 32, np.uint32(1) << (stops % 32).astype(np.uint32))
+
+    def foreseen(self, most: int) -> tuple[int, ...]:
+        """Tokens that the grammar leaves hardly a choice about, at most so many; a guess where spellings differ."""
+        if self.is_complete:
+            return ()
+        return tuple(self._matcher.find_jump_forward_tokens()[:most])

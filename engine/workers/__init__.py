@@ -1,0 +1,1 @@
+"""What lives in a process of the engine, without Ray."""

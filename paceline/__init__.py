@@ -1,0 +1,1 @@
+"""The `paceline` command. Above every other package and imported by none."""

@@ -1,0 +1,124 @@
+"""What engines learn of their drafts is pooled by kind, reaches new requests everywhere, and outlives either side."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+from step_stats import make_step
+
+from autoscale.control.controller import Controller
+from autoscale.control.priors import Counts, Kind, PriorPool
+from autoscale.control.report import Aggregator, Observation
+from autoscale.policy.acceptance_rate import Acceptance
+from autoscale.policy.goodput import make_goodput
+from autoscale.simulation.hardware import cpu_table
+from engine.core.pacing import Plan, Prior
+from engine.core.request import Request
+from engine.core.stats import RowOutcome
+from engine.messages import WORKLOADS, SamplingParams, Submit, WorkloadClass
+
+GREEDY: Kind = Kind("ngram", "greedy")
+
+
+def seen(kind: Kind, reached: int, accepted: int) -> Observation:
+    return Observation(num_steps=1, by_kind={kind: Counts((reached,), (accepted,))})
+
+
+def prior_of(plan: Plan, kind: Kind) -> Prior:
+    (found,) = [p for p in plan.priors if (p.method, p.workload) == (kind.method, kind.workload)]
+    return found
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5), st.sampled_from(WORKLOADS)), max_size=40),
+    st.integers(0, 40),
+)
+def test_counts_of_any_portions_are_those_of_the_steps(drafts: list[tuple[int, int, WorkloadClass]], cut: int) -> None:
+    outcomes = [RowOutcome(key, k, min(a, k), 9, kind) for key, (k, a, kind) in enumerate(drafts)]
+    aggregator = Aggregator(method="ngram")
+    total: dict[Kind, Counts] = {}
+    for part in (outcomes[:cut], outcomes[cut:]):
+        aggregator.add(structs.replace(make_step([], 1), outcomes=tuple(part)))
+        for kind, counts in aggregator.take().by_kind.items():
+            total[kind] = total.get(kind, Counts()) + counts
+    for workload in WORKLOADS:
+        mine = [o for o in outcomes if o.workload == workload]
+        counts = total.get(Kind("ngram", workload), Counts())
+        assert sum(counts.accepted) == sum(o.num_accepted for o in mine)
+        assert sum(counts.reached) == sum(min(o.num_accepted + 1, o.num_drafted) for o in mine)
+
+
+def test_engines_are_pooled_and_kinds_are_kept_apart() -> None:
+    controller = Controller(Plan())
+    hot = Kind("ngram", "hot")
+    controller.report(
+        "a", Observation(num_steps=1, by_kind={GREEDY: Counts((300,), (270,)), hot: Counts((300,), (30,))})
+    )
+    controller._pooled_s = 0.0
+    plan = controller.report("b", seen(GREEDY, 300, 210))
+    assert prior_of(plan, GREEDY).rates[0] == pytest.approx(0.8, abs=0.03)
+    assert prior_of(plan, hot).rates[0] == pytest.approx(0.1, abs=0.03)
+    unseen = prior_of(plan, Kind("ngram", "structured"))
+    assert 0.3 < unseen.rates[0] < 0.8, "a kind nobody has seen starts from the others"
+    assert unseen.weights[0] < 10
+
+
+def test_priors_make_no_other_plan_and_no_other_version() -> None:
+    controller = Controller(Plan(version=3))
+    plan = controller.report("a", seen(GREEDY, 10, 9))
+    assert plan.priors
+    assert plan == Plan(version=3)
+
+
+def test_a_new_controller_goes_on_from_what_an_engine_still_holds() -> None:
+    first = Controller(Plan())
+    plan = first.report("a", seen(GREEDY, 500, 450))
+    again = Controller(Plan()).report("a", Observation(), plan)
+    assert prior_of(again, GREEDY).rates == pytest.approx(prior_of(plan, GREEDY).rates, abs=0.02)
+    assert prior_of(again, GREEDY).weights[0] > 0.5 * prior_of(plan, GREEDY).weights[0]
+
+
+def test_a_new_engine_starts_from_the_pool_and_believes_its_own_eyes_later() -> None:
+    pool = PriorPool()
+    pool.add({GREEDY: Counts((900, 400), (450, 100))})
+    acceptance = Acceptance(4, prior=(0.9,))
+    acceptance.believe(pool.priors())
+    believed = acceptance.by_position("greedy")
+    assert believed[:2] == pytest.approx([0.5, 0.25], abs=0.03)
+    assert believed[3] == pytest.approx(0.9), "nothing is known of deeper positions"
+    for _ in range(300):
+        acceptance.observe([RowOutcome(1, 2, 2, 10)])
+    assert acceptance.by_position("greedy")[0] > 0.9
+
+
+def test_new_requests_take_k_from_the_plan_s_priors() -> None:
+    def request(key: int) -> Request:
+        submit = Submit(request_id="r", prompt=(1,), sampling=SamplingParams(temperature=0.0, max_tokens=100))
+        return Request(submit=submit, key=key, stream_key=0, tokens=[1])
+
+    def first_k(rate: float) -> int:
+        pacer = make_goodput("draft_model", 8, cpu_table())
+        prior = Prior(method="draft_model", workload="greedy", rates=(rate,) * 8, weights=(500.0,) * 8)
+        (choice,) = pacer.choose(Plan(max_k=8, priors=(prior,)), [request(1)], 0)
+        return choice.k
+
+    assert first_k(0.05) == 0
+    assert first_k(0.5) < first_k(0.95)
+
+
+def test_another_method_s_priors_are_left_alone() -> None:
+    pacer = make_goodput("ngram", 4, cpu_table())
+    before = pacer.acceptance.by_position("greedy")
+    prior = Prior(method="draft_model", workload="greedy", rates=(0.1,) * 4, weights=(500.0,) * 4)
+    submit = Submit(request_id="r", prompt=(1,), sampling=SamplingParams())
+    pacer.choose(Plan(max_k=4, priors=(prior,)), [Request(submit=submit, key=1, stream_key=0, tokens=[1])], 0)
+    assert np.array_equal(pacer.acceptance.by_position("greedy"), before)
+
+
+def test_step_stats_say_of_which_kind_a_draft_was() -> None:
+    assert SamplingParams(temperature=0.0).workload == "greedy"
+    assert SamplingParams(temperature=0.7).workload == "cool"
+    assert SamplingParams(temperature=1.0).workload == "hot"

@@ -1,0 +1,107 @@
+"""Drafts that stop early: the floor follows the price, is calibrated by what was accepted, and pays where it can."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from fakes import FixedPacer, ToyEngine, ToyModel, toy_drafter
+
+from autoscale.policy.acceptance_rate import Acceptance, kind_of
+from autoscale.policy.goodput import Goodput, make_goodput
+from autoscale.simulation.hardware import cpu_table, h100_llama_70b
+from autoscale.simulation.simulator import Simulation, Workload
+from engine.core.pacing import Choice, Plan
+from engine.core.request import Request
+from engine.core.stats import RowOutcome
+from engine.messages import SamplingParams, Submit
+
+
+class WithFloor(FixedPacer):
+    def __init__(self, k: int, floor: float) -> None:
+        super().__init__(k)
+        self._floor = floor
+
+    def choose(self, plan, decodes, num_prefill_rows):  # type: ignore[no-untyped-def]
+        return [replace(choice, floor=self._floor) for choice in super().choose(plan, decodes, num_prefill_rows)]
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.3, 0.6, 1.0])
+def test_a_draft_goes_on_exactly_while_its_confidences_allow(floor: float) -> None:
+    pacer = WithFloor(5, floor)
+    drafter = toy_drafter(ToyModel(vocab_size=7, seed=4, blend=0.3))
+    engine = ToyEngine(ToyModel(vocab_size=7), drafter, pacer, max_model_len=128)
+    sampling = SamplingParams(temperature=0.0, max_tokens=80)
+    engine.run([Submit(request_id=f"r{i}", prompt=(i, 1, 2), sampling=sampling) for i in range(4)])
+    outcomes = [outcome for stats in pacer.stats for outcome in stats.outcomes]
+    assert outcomes
+    for outcome in outcomes:
+        survival = np.cumprod(outcome.confidences)
+        assert all(survival[: outcome.num_drafted - 1] >= floor)
+        if 0 < outcome.num_drafted < outcome.num_asked:
+            assert survival[-1] < floor
+
+
+def test_greedy_answers_are_the_same_under_any_floor() -> None:
+    def answer(floor: float) -> list[int]:
+        drafter = toy_drafter(ToyModel(vocab_size=7, seed=4, blend=0.3))
+        engine = ToyEngine(ToyModel(vocab_size=7), drafter, WithFloor(4, floor), max_model_len=128)
+        sampling = SamplingParams(temperature=0.0, max_tokens=60)
+        return engine.run([Submit(request_id="r", prompt=(1, 2, 3), sampling=sampling)])["r"]
+
+    assert answer(0.0) == answer(0.4) == answer(1.0)
+
+
+@pytest.mark.parametrize(("confidence", "rate"), [(0.9, 0.9), (0.5, 0.8), (0.9, 0.4)])
+def test_confidence_is_calibrated_by_what_was_accepted(confidence: float, rate: float) -> None:
+    acceptance, rng = Acceptance(4, prior=(0.5,)), np.random.default_rng(1)
+    for key in range(6000):
+        accepted = int(rng.random() < rate)
+        acceptance.observe([RowOutcome(key % 8, 1, accepted, 10, "greedy", 1, (confidence,))])
+    kind = kind_of("greedy")
+    assert acceptance.confidence_of(rate, kind) == pytest.approx(confidence, abs=0.08)
+    assert acceptance.confidence_of(1.5, kind) == 1.0
+
+
+def test_the_dearer_a_position_the_higher_the_floor() -> None:
+    def floor_with(pass_factor: float) -> float:
+        table = cpu_table()
+        pacer = make_goodput("draft_model", 8, replace(table, pass_s=tuple(pass_factor * s for s in table.pass_s)))
+        for _ in range(60):
+            pacer.acceptance.observe([RowOutcome(1, 4, 4, 20, "greedy", 4, (0.9,) * 4)])
+        submit = Submit(request_id="r", prompt=(1,), sampling=SamplingParams(temperature=0.0, max_tokens=99))
+        (choice,) = pacer.choose(Plan(max_k=8), [Request(submit=submit, key=1, stream_key=0, tokens=[1])], 0)
+        assert choice.k > 1
+        return choice.floor
+
+    assert 0 < floor_with(1.0) < floor_with(2.0) < 1
+
+
+def test_a_method_without_confidences_gets_no_floor() -> None:
+    pacer = make_goodput("ngram", 8, cpu_table())
+    submit = Submit(request_id="r", prompt=(1,), sampling=SamplingParams(temperature=0.0, max_tokens=99))
+    pacer.acceptance.observe([RowOutcome(1, 4, 4, 20)])
+    (choice,) = pacer.choose(Plan(max_k=8), [Request(submit=submit, key=1, stream_key=0, tokens=[1])], 0)
+    assert choice.floor == 0
+
+
+@pytest.mark.parametrize("streams", [1, 8])
+@pytest.mark.parametrize("hardware", [cpu_table, h100_llama_70b], ids=["cpu", "h100"])
+def test_stopping_early_costs_nothing_where_confidence_tells(hardware, streams: int) -> None:  # type: ignore[no-untyped-def]
+    """Mean over seeds of simulated goodput with floors over that without."""
+
+    class Never(Goodput):
+        def _with_floors(self, best, rows):  # type: ignore[no-untyped-def]
+            return [Choice(k, "plan" if k else "acceptance") for k in best.ks.tolist()]
+
+    table, workload = hardware(), Workload("spread", 0.6, certainty=0.35)
+
+    def goodput(cls: type, seed: int) -> float:
+        pacer = make_goodput("draft_model", 8, table)
+        pacer.__class__ = cls
+        run = Simulation(table, workload, lambda _: streams, seed=seed)
+        return float(run.run(pacer, Plan(max_k=8), 15.0).goodput)
+
+    ratio = np.mean([goodput(Goodput, s) / goodput(Never, s) for s in range(3)])
+    assert ratio > 0.97

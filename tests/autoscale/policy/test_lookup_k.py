@@ -1,0 +1,150 @@
+"""Drafts that cost nothing but their rows have a K of their own: on where a model's drafts do not pay, and exact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from fakes import RandomPacer, ToyEngine, ToyModel, toy_drafter
+from msgspec import structs
+from step_stats import make_step
+
+from autoscale.control.priors import Kind
+from autoscale.control.report import Aggregator
+from autoscale.policy.cost_model import ROW_KNOTS, CostModel
+from autoscale.policy.goodput import Goodput, make_goodput
+from autoscale.simulation.hardware import cpu_table
+from engine.core.drafter import NoDrafter
+from engine.core.pacing import MAX_MATCH_LEN, NUM_MATCH_CLASSES, Choice, Plan
+from engine.core.request import Request
+from engine.core.stats import RowOutcome, StepStats
+from engine.core.step import Batch, Span
+from engine.draft.first_of import ForcedDrafter, LookupFirst
+from engine.draft.ngram import NgramDrafter
+from engine.messages import SamplingParams, Submit
+
+MAX_K = 6
+
+
+def request(key: int) -> Request:
+    submit = Submit(request_id=str(key), prompt=(1,), sampling=SamplingParams(temperature=0.0, max_tokens=500))
+    return Request(submit=submit, key=key, stream_key=0, tokens=[1])
+
+
+def step_of(*outcomes: RowOutcome) -> StepStats:
+    return structs.replace(make_step([], 1), outcomes=outcomes)
+
+
+def taught(model: bool, lookup: bool, batch: int = 4) -> tuple[Goodput, list[Choice]]:
+    """A pacer that has seen drafts of either source all stand or all fall, and what it chooses then."""
+    pacer = make_goodput("eagle", MAX_K, cpu_table(), lookup=True)
+    requests = [request(key) for key in range(batch)]
+    for _ in range(150):
+        pacer.acceptance.observe([RowOutcome(1, 4, 4 * model, 10)])
+        assert pacer.free is not None
+        pacer.free.observe([RowOutcome(1, 4, 4 * lookup, 10, source="lookup")], ())
+    for _ in range(40):  # time for the switch
+        chosen = list(pacer.choose(Plan(max_k=MAX_K), requests, 0))
+        pacer._now_s += 0.05
+    return pacer, [choice for choice in chosen if choice.reason != "probe"]
+
+
+def test_lookup_goes_on_where_the_model_does_not_pay() -> None:
+    pacer, choices = taught(model=False, lookup=True)
+    assert not pacer.toggle.is_on
+    assert {choice.k for choice in choices} == {0}
+    assert all(choice.free_ks is not None and choice.free_ks[0] == MAX_K for choice in choices)
+
+
+def test_the_model_goes_on_where_lookup_finds_nothing_of_use() -> None:
+    _, choices = taught(model=True, lookup=False)
+    assert all(choice.k > 0 for choice in choices)
+    assert all(choice.free_ks is not None and choice.free_ks[0] <= 1 for choice in choices)
+
+
+def test_rows_that_cost_more_than_they_yield_are_not_drafted_for_free() -> None:
+    """In a large batch a row costs a full share of the step, so only drafts that are likelier than that stay."""
+    table = cpu_table()
+    dear = replace(table, verify_s=tuple(0.01 * rows for rows in ROW_KNOTS))
+    pacer, _ = taught(model=False, lookup=True)
+    assert pacer.free is not None
+    for _ in range(100):
+        pacer.free.observe([RowOutcome(1, 1, n, 10, source="lookup") for n in (0, 1)], ())
+    pacer.cost = CostModel(dear)
+    found = [pacer.choose(Plan(max_k=MAX_K), [request(key) for key in range(8)], 0)[0].free_ks for _ in range(31)]
+    assert np.median([ks[0] for ks in found if ks is not None]) == 0
+
+
+def test_a_long_match_is_believed_where_a_short_one_is_not() -> None:
+    pacer, _ = taught(model=False, lookup=True)
+    assert pacer.free is not None
+    for _ in range(100):
+        short = [RowOutcome(1, 1, n, 10, source="lookup", match_len=2) for n in (0, 0, 0, 1)]
+        long = [RowOutcome(2, MAX_K, MAX_K, 10, source="lookup", match_len=MAX_MATCH_LEN)]
+        pacer.free.observe(short + long, ())
+    ks = pacer.free.ks(tokens_per_s=100.0, row_s=0.005, width=MAX_K)[0]
+    assert ks[0] == 0
+    assert ks[-1] == MAX_K
+
+
+@pytest.mark.parametrize(("before", "length"), [((9, 5, 6, 7), 3), ((4, 5, 6, 7), 4), ((6, 7), 2)])
+def test_lookup_tells_how_much_recurred_and_is_cut_to_what_that_allows(before: tuple[int, ...], length: int) -> None:
+    tokens = [*before, 1, 2, 3, 0, 4, 5, 6, 7]
+    span = Span(replace(request(1), tokens=tokens), len(tokens) - 1, 1, 3, True, "plan", free_ks=(1, 2, 3, 3))
+    lookup = NgramDrafter(min_size=2, max_size=2)
+    for drafter in (lookup, LookupFirst(lookup, NoDrafter())):
+        (row,) = drafter.draft(Batch(1, (span,), 0)).rows
+        assert (row.token_ids, row.match_len) == ((1, 2, 3)[: 1 if length == 2 else 2], length)
+
+
+def test_each_source_is_learnt_and_pooled_apart() -> None:
+    pacer = make_goodput("eagle", MAX_K, cpu_table(), lookup=True)
+    before = pacer.acceptance.by_position().copy()
+    step = step_of(RowOutcome(1, 3, 0, 10, source="lookup"), RowOutcome(2, 3, 3, 10, source="grammar"))
+    for _ in range(50):
+        pacer.observe(step)
+    assert np.array_equal(pacer.acceptance.by_position(), before)
+    assert pacer.free is not None
+    assert pacer.free.acceptance_of(0).by_position()[0] < 0.1
+    aggregator = Aggregator(method="eagle")
+    aggregator.add(step_of(*step.outcomes, RowOutcome(3, 2, 2, 10)))
+    assert set(aggregator.take().by_kind) == {Kind("ngram", "greedy"), Kind("eagle", "greedy")}
+
+
+def test_free_drafts_teach_the_cost_model_rows_but_no_passes() -> None:
+    cost = CostModel(cpu_table())
+    before = cost.pass_s(1)
+    step = structs.replace(make_step([(4, 2)], 0), draft_s=0.0, handoff_s=0.0)
+    free = structs.replace(step, outcomes=tuple(structs.replace(outcome, source="lookup") for outcome in step.outcomes))
+    for _ in range(100):
+        cost.observe(free)
+    assert cost.pass_s(1) / before == pytest.approx(
+        cost.verify_s(1, 0) / CostModel(cpu_table()).verify_s(1, 0), rel=0.3
+    )
+
+
+class TwoKs(RandomPacer):
+    """Random K and free K, independent of each other."""
+
+    def choose(self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int) -> list[Choice]:
+        choices = super().choose(plan, decodes, num_prefill_rows)
+        return [
+            replace(choice, free_ks=tuple(self._random.integers(0, 5, NUM_MATCH_CLASSES).tolist()))
+            for choice in choices
+        ]
+
+
+def test_greedy_answers_are_the_same_whatever_both_ks_are() -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=50)
+    submits = [Submit(request_id=f"r{i}", prompt=(i, 1, 2, 1, 2), sampling=sampling) for i in range(5)]
+
+    def drafter() -> ForcedDrafter:
+        lookup = NgramDrafter(min_size=1, max_size=2)
+        return ForcedDrafter(LookupFirst(lookup, toy_drafter(ToyModel(vocab_size=5, seed=4, blend=0.3))))
+
+    plain = ToyEngine(ToyModel(vocab_size=5), NoDrafter(), RandomPacer(1, 0)).run(submits)
+    for seed in range(3):
+        engine = ToyEngine(ToyModel(vocab_size=5), drafter(), TwoKs(seed, 4))
+        assert engine.run(submits) == plain

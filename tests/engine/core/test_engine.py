@@ -1,0 +1,225 @@
+"""The whole loop against one-token-at-a-time generation, over random batches, drafters, K schedules and cache sizes.
+
+Promise: greedy and seeded requests get exactly the reference's tokens whatever happens around them.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+from fakes import FixedPacer, RandomPacer, ToyEngine, ToyModel, toy_drafter
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import generate
+from toy_requests import asked_again, submits_lists
+
+from engine.core.drafter import Drafter, NoDrafter
+from engine.draft.first_of import LookupFirst
+from engine.draft.ngram import NgramDrafter
+from engine.errors import ConfigError
+from engine.messages import SamplingParams, SpeculativeOptions, Submit
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+VOCAB = 7
+METHODS = ("none", "ngram", "draft_model", "draft_model_reduced", "draft_model_small_pool", "draft_model+lookup")
+
+
+def make_drafter(method: str, block_size: int) -> Drafter:
+    if method == "none":
+        return NoDrafter()
+    if method == "ngram":
+        return NgramDrafter(min_size=1, max_size=3)
+    if method.endswith("+lookup"):
+        model = make_drafter(method.removesuffix("+lookup"), block_size)
+        return LookupFirst(NgramDrafter(min_size=2, max_size=3), model)
+    if method == "draft_model_reduced":
+        draft = ToyModel(vocab_size=VOCAB, columns=5, block_size=block_size, seed=3)
+        return toy_drafter(draft, vocab=torch.tensor([6, 1, 4, 0, 2]), max_feed=9)
+    num_blocks = 12 if method == "draft_model_small_pool" else 64
+    draft = ToyModel(vocab_size=VOCAB, num_blocks=num_blocks, block_size=block_size, seed=3, blend=0.3)
+    return toy_drafter(draft, num_blocks=num_blocks, max_feed=12)
+
+
+SUBMITS = submits_lists(
+    VOCAB,
+    st.builds(
+        SamplingParams,
+        temperature=st.sampled_from([0.0, 0.0, 0.7, 1.0]),
+        top_p=st.sampled_from([1.0, 0.8]),
+        max_tokens=st.integers(1, 14),
+        seed=st.integers(0, 2**63 - 1),
+        stop_token_ids=st.sampled_from([(), (0,), (0, 3)]),
+    ),
+    st.builds(SpeculativeOptions, enabled=st.booleans(), max_k=st.sampled_from([None, 0, 2])),
+)
+
+
+@settings(max_examples=250)
+@given(
+    submits=SUBMITS,
+    method=st.sampled_from(METHODS),
+    seed=st.integers(0, 2**32),
+    block_size=st.sampled_from([1, 2, 4]),
+    spare_tokens=st.sampled_from([0, 8, 200]),
+    prefix_cache=st.booleans(),
+    max_step_tokens=st.sampled_from([4, 7, 32]),
+)
+def test_every_request_gets_the_reference_tokens(
+    submits: list[Submit],
+    method: str,
+    seed: int,
+    block_size: int,
+    spare_tokens: int,
+    prefix_cache: bool,
+    max_step_tokens: int,
+) -> None:
+    max_model_len = 32
+    num_blocks = 1 + -(-(max_model_len + spare_tokens) // block_size)
+    target = ToyModel(vocab_size=VOCAB, num_blocks=num_blocks, block_size=block_size)
+    engine = ToyEngine(
+        target,
+        make_drafter(method, block_size),
+        RandomPacer(seed, max_k=6),
+        num_blocks=num_blocks,
+        prefix_cache=prefix_cache,
+        max_num_requests=4,
+        max_step_tokens=max_step_tokens,
+        max_model_len=max_model_len,
+    )
+    # Submitted twice, so that the second pass meets a warm prefix cache.
+    for submit_round in (submits, asked_again(submits)):
+        result = engine.run(submit_round)
+        for submit in submit_round:
+            expected = generate(target.logits_after, submit.prompt, submit.sampling, max_model_len).tokens
+            assert result[submit.request_id] == expected
+            last = engine.deltas[submit.request_id][-1]
+            stopped = bool(expected) and expected[-1] in submit.sampling.stop_token_ids
+            assert last.finish_reason == ("stop" if stopped else "length")
+            assert last.num_accepted <= last.num_drafted
+            if not submit.speculative.enabled or submit.speculative.max_k == 0:
+                assert last.num_drafted == 0
+    assert engine.pool.num_free == num_blocks - 1
+
+
+@settings(max_examples=100)
+@given(submits=SUBMITS, method=st.sampled_from(METHODS), seed=st.integers(0, 2**32))
+def test_aborts_free_blocks_and_leave_neighbours_alone(submits: list[Submit], method: str, seed: int) -> None:
+    rng = random.Random(seed)
+    target = ToyModel(vocab_size=VOCAB, num_blocks=24, block_size=2)
+    engine = ToyEngine(
+        target, make_drafter(method, 2), RandomPacer(seed, 4), num_blocks=24, max_num_requests=3, max_model_len=40
+    )
+    for submit in submits:
+        engine.core.engine.submit(submit)
+    engine.core.engine.drain()
+    aborted: set[str] = set()
+    while engine.core.engine.scheduler.has_work:
+        if rng.random() < 0.2:
+            victim = rng.choice(submits).request_id
+            if not any(d.finish_reason for d in engine.deltas.get(victim, [])):
+                aborted.add(victim)
+                engine.core.engine.abort(victim)
+        engine.core.step()
+    assert engine.pool.num_free == 23
+    for submit in submits:
+        expected = generate(target.logits_after, submit.prompt, submit.sampling, 40).tokens
+        got = engine.tokens_of(submit.request_id)
+        ends = [d.finish_reason for d in engine.deltas[submit.request_id] if d.finish_reason]
+        assert len(ends) == 1, "every request ends exactly once"
+        if submit.request_id in aborted:
+            assert ends == ["abort"]
+            assert got == expected[: len(got)]
+        else:
+            assert got == expected
+
+
+def test_a_long_prompt_does_not_starve_running_requests() -> None:
+    target = ToyModel(vocab_size=VOCAB, num_blocks=200, block_size=4)
+    engine = ToyEngine(
+        target, NoDrafter(), FixedPacer(0), num_blocks=200, max_num_requests=4, max_step_tokens=16, max_model_len=600
+    )
+    greedy = SamplingParams(temperature=0.0, max_tokens=40)
+    engine.core.engine.submit(Submit(request_id="short", prompt=(1, 2), sampling=greedy))
+    engine.core.step()
+    engine.core.engine.submit(Submit(request_id="long", prompt=(3,) * 500, sampling=greedy))
+    for _ in range(30):
+        before = len(engine.tokens_of("short"))
+        engine.core.step()
+        assert len(engine.tokens_of("short")) == before + 1, "one token in every step, whatever is being prefilled"
+
+
+def test_a_request_says_how_long_it_queued() -> None:
+    """One runs at a time, so the second waits for as long as the first runs."""
+    target = ToyModel(vocab_size=VOCAB, num_blocks=50, block_size=4)
+    engine = ToyEngine(target, NoDrafter(), FixedPacer(0), num_blocks=50, max_num_requests=1, max_model_len=40)
+    greedy = SamplingParams(temperature=0.0, max_tokens=8)
+    for name in ("first", "second"):
+        engine.core.engine.submit(Submit(request_id=name, prompt=(1, 2), sampling=greedy))
+    engine.core.engine.drain()
+    while not any(delta.finish_reason for delta in engine.deltas.get("first", [])):
+        engine.core.step()
+        time.sleep(0.001)
+    while engine.core.engine.scheduler.has_work:
+        engine.core.step()
+    first, second = ({delta.queue_s for delta in engine.deltas[name]} for name in ("first", "second"))
+    assert len(first) == len(second) == 1, "the same in every message"
+    assert second.pop() >= first.pop() + 0.007  # seven steps of a millisecond lie between
+
+
+def test_drafting_takes_fewer_steps_and_a_perfect_draft_is_always_accepted() -> None:
+    def steps(drafter: Drafter, k: int) -> tuple[int, float]:
+        target = ToyModel(vocab_size=VOCAB)
+        pacer = FixedPacer(k)
+        engine = ToyEngine(target, drafter, pacer)
+        engine.run([Submit(request_id="r", prompt=(1, 2, 3), sampling=SamplingParams(temperature=0.0, max_tokens=60))])
+        last = engine.deltas["r"][-1]
+        return len(pacer.stats), last.num_accepted / max(1, last.num_drafted)
+
+    plain, _ = steps(NoDrafter(), 0)
+    perfect, rate = steps(toy_drafter(ToyModel(vocab_size=VOCAB)), 5)
+    assert plain == 60
+    assert perfect <= 1 + -(-59 // 6) + 1
+    assert rate == 1.0
+
+
+def test_acceptance_does_not_depend_on_the_prefix_cache() -> None:
+    def accepted(prefix_cache: bool) -> list[tuple[int, int]]:
+        target = ToyModel(vocab_size=VOCAB)
+        drafter = toy_drafter(ToyModel(vocab_size=VOCAB, seed=5, blend=0.4))
+        engine = ToyEngine(target, drafter, FixedPacer(4), prefix_cache=prefix_cache)
+        greedy = SamplingParams(temperature=0.0, max_tokens=40)
+        for i in range(3):
+            engine.run([Submit(request_id=f"r{i}", prompt=(1, 2, 3, 4, 5, 6, 1, 2, 3), sampling=greedy)])
+        return [(engine.deltas[f"r{i}"][-1].num_drafted, engine.deltas[f"r{i}"][-1].num_accepted) for i in range(3)]
+
+    assert accepted(True) == accepted(False)
+
+
+def test_after_a_pause_the_draft_catches_up_and_acceptance_is_what_it_was() -> None:
+    class Pausing(FixedPacer):
+        def choose(self, plan, decodes, num_prefill_rows):  # type: ignore[no-untyped-def]
+            paused = 10 <= len(self.stats) < 40
+            self._k = 0 if paused else 3
+            return super().choose(plan, decodes, num_prefill_rows)
+
+    target = ToyModel(vocab_size=VOCAB, num_blocks=200)
+    drafter = toy_drafter(ToyModel(vocab_size=VOCAB, num_blocks=200), num_blocks=200, max_feed=8)
+    pacer = Pausing(3)
+    engine = ToyEngine(target, drafter, pacer, num_blocks=200, max_model_len=400)
+    engine.run([Submit(request_id="r", prompt=(1, 2), sampling=SamplingParams(temperature=0.0, max_tokens=200))])
+    after = [s for s in pacer.stats[40:-2] if s.num_drafted]
+    assert after
+    assert all(s.num_accepted == s.num_drafted for s in after), "the draft equals the target, so all must be accepted"
+    assert any("catch_up" in s.k_by_reason for s in pacer.stats[40:])
+
+
+def test_contradicting_limits_are_refused() -> None:
+    target = ToyModel(vocab_size=VOCAB)
+    with pytest.raises(ConfigError, match="max_step_tokens"):
+        ToyEngine(target, NoDrafter(), FixedPacer(0), max_num_requests=33, max_step_tokens=32)
+    with pytest.raises(ConfigError, match="max_model_len"):
+        ToyEngine(target, NoDrafter(), FixedPacer(0), num_blocks=4, max_model_len=64)

@@ -1,0 +1,270 @@
+"""Drafting from the target's hidden states: exact always, and fed the right feature at every position.
+
+Promises: greedy and seeded requests get the reference's tokens whatever happens around them; a head that equals the
+target where it is fed rightly is believed at every position, across chunks, preemption, shared prefixes and pauses.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from fakes import FixedPacer, LoopbackEnd, RandomPacer, ToyEngine, ToyModel
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import generate
+from toy_eagle import FeaturedToy, toy_eagle
+
+from engine.core.pacing import Choice, Plan
+from engine.core.request import Request
+from engine.core.step import Span
+from engine.draft.feature_log import FeatureLog
+from engine.draft.messages import Answer, OrderRow
+from engine.errors import DraftDown
+from engine.messages import SamplingParams, Submit
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+VOCAB = 7
+ORDER = 3
+
+
+def submits(seed: int, *, temperature: float, count: int, max_prompt: int) -> list[Submit]:
+    """Requests with a common beginning, so that prefixes are shared."""
+    rng = random.Random(seed)
+    common = [rng.randrange(VOCAB) for _ in range(max_prompt)]
+    made = []
+    for i in range(count):
+        kept = rng.randrange(max_prompt)
+        prompt = common[:kept] + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 6))]
+        sampling = SamplingParams(temperature=temperature, max_tokens=rng.randint(1, 16), seed=rng.randrange(2**62))
+        made.append(Submit(request_id=f"{seed}-{i}", prompt=tuple(prompt), sampling=sampling))
+    return made
+
+
+@settings(max_examples=120)
+@given(
+    seed=st.integers(0, 2**32),
+    block_size=st.sampled_from([1, 2, 4]),
+    spare_tokens=st.sampled_from([0, 12, 200]),
+    prefix_cache=st.booleans(),
+    max_step_tokens=st.sampled_from([4, 7, 32]),
+    draft_blocks=st.sampled_from([14, 200]),
+    max_feed=st.sampled_from([5, 64]),
+    ring=st.sampled_from([40, 1000]),
+    temperature=st.sampled_from([0.0, 0.8]),
+    reduced=st.booleans(),
+)
+def test_every_request_gets_the_reference_tokens(
+    seed: int,
+    block_size: int,
+    spare_tokens: int,
+    prefix_cache: bool,
+    max_step_tokens: int,
+    draft_blocks: int,
+    max_feed: int,
+    ring: int,
+    temperature: float,
+    reduced: bool,
+) -> None:
+    max_model_len = 44
+    num_blocks = 1 + -(-(max_model_len + spare_tokens) // block_size)
+    target = FeaturedToy(vocab_size=VOCAB, num_blocks=num_blocks, block_size=block_size, order=ORDER)
+    law = ToyModel(vocab_size=VOCAB, columns=5 if reduced else None, order=ORDER, seed=3, blend=0.3)
+    drafter, _ = toy_eagle(
+        target,
+        law,
+        num_blocks=draft_blocks,
+        vocab=torch.tensor([6, 1, 4, 0, 2]) if reduced else None,
+        max_feed=max_feed,
+        ring=ring,
+    )
+    engine = ToyEngine(
+        target,
+        drafter,
+        RandomPacer(seed, max_k=6),
+        num_blocks=num_blocks,
+        prefix_cache=prefix_cache,
+        max_num_requests=4,
+        max_step_tokens=max_step_tokens,
+        max_model_len=max_model_len,
+    )
+    for batch in range(2):  # the second meets a warm prefix cache
+        asked = submits(seed, temperature=temperature, count=5, max_prompt=20)
+        asked = [Submit(request_id=f"{batch}/{s.request_id}", prompt=s.prompt, sampling=s.sampling) for s in asked]
+        result = engine.run(asked)
+        for submit in asked:
+            expected = generate(target.logits_after, submit.prompt, submit.sampling, max_model_len).tokens
+            assert result[submit.request_id] == expected
+
+
+class Scripted(FixedPacer):
+    """K = 3, but 0 in the steps of some stretches."""
+
+    def __init__(self, *pauses: range) -> None:
+        super().__init__(3)
+        self._pauses = pauses
+
+    def choose(self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int) -> list[Choice]:
+        paused = any(len(self.stats) in pause for pause in self._pauses)
+        self._k = 0 if paused else 3
+        return super().choose(plan, decodes, num_prefill_rows)
+
+
+def run_perfect(pacer: FixedPacer, *, ring: int = 512, **settings: int | bool) -> tuple[FixedPacer, LoopbackEnd]:
+    """Four requests over two rounds with a head that has the target's own law."""
+    num_blocks = int(settings.get("num_blocks", 400))
+    target = FeaturedToy(vocab_size=VOCAB, num_blocks=num_blocks, order=ORDER)
+    law = ToyModel(vocab_size=VOCAB, order=ORDER)
+    drafter, end = toy_eagle(target, law, num_blocks=400, ring=ring, max_feed=32)
+    engine = ToyEngine(target, drafter, pacer, **{"num_blocks": num_blocks, "max_model_len": 200, **settings})  # type: ignore[arg-type]
+    greedy = SamplingParams(temperature=0.0, max_tokens=60)
+    rng = random.Random(5)
+    prompt = [rng.randrange(VOCAB) for _ in range(50)]
+    for i in range(2):
+        asked = [Submit(request_id=f"{i}.{j}", prompt=tuple(prompt[: 50 - 7 * j]), sampling=greedy) for j in range(2)]
+        result = engine.run(asked)
+        for submit in asked:
+            assert result[submit.request_id] == generate(target.logits_after, submit.prompt, greedy, 200).tokens
+    return pacer, end
+
+
+def is_believed(pacer: FixedPacer, *, first: int = 0) -> bool:
+    """Whether every position that was reached was accepted, and there were some."""
+    stats = [s for s in pacer.stats[first:] if s.num_drafted]
+    return bool(stats) and all(s.accepted_by_position == s.drafted_by_position for s in stats)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"prefix_cache": False},
+        {"max_step_tokens": 16},
+        {"num_blocks": 34, "max_model_len": 120, "prefix_cache": False},
+        {"ring": 70},
+    ],
+    ids=["plain", "no prefix cache", "chunked prefill", "preempting", "small ring"],
+)
+def test_a_perfect_head_is_believed_everywhere(settings: dict[str, int | bool]) -> None:
+    pacer, _ = run_perfect(FixedPacer(3), **settings)  # type: ignore[arg-type]
+    assert is_believed(pacer)
+    drafted = sum(s.num_drafted for s in pacer.stats)
+    assert drafted > 0.5 * sum(s.num_emitted for s in pacer.stats)
+
+
+@pytest.mark.parametrize("ring", [512, 40], ids=["all features kept", "most features overwritten"])
+def test_after_a_pause_acceptance_is_what_it_was(ring: int) -> None:
+    pacer, _ = run_perfect(Scripted(range(8, 40)), ring=ring)
+    assert is_believed(pacer, first=40)
+    assert any("catch_up" in s.k_by_reason or s.num_drafted for s in pacer.stats[40:42])
+
+
+def test_while_drafting_is_off_the_draft_is_not_asked() -> None:
+    never, end = run_perfect(FixedPacer(0))
+    assert end.num_orders == 0
+    assert sum(s.num_drafted for s in never.stats) == 0
+    always, asked = run_perfect(FixedPacer(3))
+    paused, some = run_perfect(Scripted(range(5, 30)))
+    assert some.num_orders > 0
+    assert sum(s.draft_s > 0 or s.num_drafted > 0 for s in paused.stats[5:30]) == 0
+    assert asked.num_orders <= len(always.stats)
+
+
+class Mortal:
+    """An end that dies at some order."""
+
+    def __init__(self, end: LoopbackEnd, lives: int) -> None:
+        self._end = end
+        self._lives = lives
+        self.probs = end.probs
+        self.features = end.features
+
+    def ask(self, rows: Sequence[OrderRow], released: Sequence[int] = (), *, deadline_s: float) -> Answer:
+        self._lives -= 1
+        if self._lives < 0:
+            raise DraftDown("it died")
+        return self._end.ask(rows, released, deadline_s=deadline_s)
+
+    def close(self) -> None:
+        return None
+
+
+def test_a_dead_draft_costs_no_token_and_the_next_one_is_believed() -> None:
+    target = FeaturedToy(vocab_size=VOCAB, num_blocks=200, order=ORDER)
+    law = ToyModel(vocab_size=VOCAB, order=ORDER)
+    drafter, end = toy_eagle(target, law, num_blocks=200)
+    drafter.attach(Mortal(end, 4))
+    pacer = FixedPacer(3)
+    engine = ToyEngine(target, drafter, pacer, num_blocks=200, max_model_len=200)
+    sampling = SamplingParams(temperature=0.0, max_tokens=120)
+    asked = Submit(request_id="r", prompt=(1, 2, 3, 4), sampling=sampling)
+    engine.core.engine.submit(asked)
+    engine.core.engine.drain()
+    while drafter.is_up:
+        engine.core.step()
+    for _ in range(5):
+        engine.core.step()
+    _, fresh = toy_eagle(target, law, num_blocks=200)
+    target.drafter = drafter
+    drafter.attach(fresh)
+    revived = len(pacer.stats)
+    while engine.core.engine.has_work:
+        engine.core.step()
+    assert engine.tokens_of("r") == generate(target.logits_after, asked.prompt, sampling, 200).tokens
+    assert is_believed(pacer, first=revived)
+    assert "draft_down" in set().union(*(s.k_by_reason for s in pacer.stats))
+
+
+@settings(max_examples=150)
+@given(seed=st.integers(0, 2**32), capacity=st.integers(12, 60))
+def test_the_log_finds_every_feature_that_is_still_there_and_no_other(seed: int, capacity: int) -> None:
+    """Random steps over three requests, drafts, rejections, preemptions; a feature names its request and position."""
+    rng = random.Random(seed)
+    ring = torch.full((capacity, 2), -1.0)
+    log = FeatureLog(ring)
+    sampling = SamplingParams()
+    requests = [
+        Request(
+            submit=Submit(request_id="", prompt=(0,), sampling=sampling),
+            key=key,
+            stream_key=0,
+            tokens=[0] * rng.randint(1, 9),
+        )
+        for key in range(3)
+    ]
+    written: dict[tuple[int, int], int] = {}
+    now = 0
+    for _ in range(30):
+        spans, rows = [], []
+        for request in rng.sample(requests, rng.randint(1, 3)):
+            if rng.random() < 0.1:
+                request.num_computed = 0  # preempted
+            num_tokens = min(request.extend_len, rng.randint(1, 3))
+            samples = num_tokens == request.extend_len
+            drafted = rng.randint(0, 1) if samples else 0
+            spans.append((Span(request, request.num_computed, num_tokens, drafted, samples, "plan"), drafted))
+            rows += [(request.key, request.num_computed + i) for i in range(num_tokens + drafted)]
+        log.write(torch.tensor(rows, dtype=torch.float32), np.array([s.num_tokens + d for s, d in spans], np.int32))
+        for i, (key, position) in enumerate(rows):
+            written[key, position] = now + i
+        now += len(rows)
+        for span, drafted in spans:
+            accepted = rng.randint(0, drafted)
+            if span.samples:
+                span.request.tokens += [0] * (accepted + 1)
+                for position in range(span.start + span.num_tokens + accepted, span.start + span.num_tokens + drafted):
+                    written.pop((span.request.key, position), None)
+            span.request.num_computed = span.start + span.num_tokens + accepted
+        log.settle([span for span, _ in spans])
+        for request in requests:
+            start = rng.randint(0, len(request.tokens))
+            for token, place in enumerate(log.rows(request.key, start, len(request.tokens) - start), start):
+                row = written.get((request.key, token - 1))
+                if row is None or row < now - capacity:
+                    assert place == -1
+                else:
+                    assert ring[place].tolist() == [request.key, token - 1]

@@ -1,0 +1,62 @@
+"""The packed linear layer against the plain one.
+
+Promise: the same product, and the elementwise step fused into it differs only by not rounding in between.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.model.layers import PackedLinear, PlainLinear, make_linear
+
+PACKABLE = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def test_packs_bf16_and_nothing_else() -> None:
+    weight = torch.randn(4, 8)
+    assert isinstance(make_linear(weight), PlainLinear)
+    assert isinstance(make_linear(weight.bfloat16(), kind="reference"), PlainLinear)
+    assert isinstance(make_linear(weight.bfloat16()), PackedLinear if PACKABLE else PlainLinear)
+
+
+@pytest.mark.skipif(not PACKABLE, reason="this CPU has no bf16 in oneDNN")
+@settings(max_examples=40)
+@given(
+    rows=st.sampled_from([1, 2, 6, 16, 33, 130]),
+    size=st.sampled_from([(1, 8), (97, 48), (192, 576), (576, 161)]),
+    biased=st.booleans(),
+    operation=st.sampled_from(["plain", "silu", "times", "plus"]),
+)
+def test_packed_equals_plain(rows: int, size: tuple[int, int], biased: bool, operation: str) -> None:
+    torch.manual_seed(rows)
+    weight = torch.randn(size).bfloat16() / size[1] ** 0.5
+    bias = torch.randn(size[0]).bfloat16() if biased else None
+    x, other = torch.randn(rows, size[1]).bfloat16(), torch.randn(rows, size[0]).bfloat16()
+    before = other.clone()
+
+    def apply(layer: PackedLinear | PlainLinear, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        if operation == "plain":
+            return layer(x)
+        return layer.silu(x) if operation == "silu" else getattr(layer, operation)(x, other)
+
+    exact = apply(PlainLinear(weight.float(), None if bias is None else bias.float()), x.float(), other.float())
+    packed = apply(PackedLinear(weight, bias), x, other)
+    assert packed.shape == exact.shape
+    assert packed.dtype == torch.bfloat16
+    # One rounding to bf16 is at most 2^-8 of the value; a second one may follow where oneDNN rounds the product first.
+    assert ((packed.float() - exact).abs() <= 2**-7 * exact.abs() + 0.02).all()
+    assert torch.equal(other, before)
+
+
+def test_plain_layer_leaves_its_inputs_alone() -> None:
+    layer = PlainLinear(torch.randn(5, 3), torch.randn(5))
+    x, other = torch.randn(2, 3), torch.randn(2, 5)
+    kept = x.clone(), other.clone()
+    assert torch.allclose(layer.plus(x, other), layer(x) + other)
+    assert torch.allclose(layer.times(x, other), layer(x) * other)
+    assert torch.allclose(layer.silu(x), torch.nn.functional.silu(layer(x)))
+    assert torch.equal(x, kept[0])
+    assert torch.equal(other, kept[1])

@@ -1,0 +1,114 @@
+"""Tensor parallelism by real processes over gloo: uneven shards are the whole model, a lost peer is an error.
+
+Promise: logits of 1, 2 and 3 shards agree within 1e-4 in float32, also where heads, inner units and vocabulary do not
+divide.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from shard_children import collective_values, logits_of_models, lose_a_peer, run_ranks
+from tiny_models import VOCAB, Piece, plan_of, write_model
+
+from engine.checkpoint.store import resolve_model
+from engine.checkpoint.weights import ShardSpec
+from engine.core.step import ForwardPlan
+from engine.errors import ConfigError, ShardDown
+from engine.model.collectives import Solo
+from engine.model.load import load_model
+from engine.model.runner import ModelRunner
+
+BLOCK_SIZE = 8
+
+
+def plans_for(vocab: int) -> list[ForwardPlan]:
+    """A prefill of two requests, then a decode beside a verify span."""
+    rng = random.Random(vocab)
+    first, second = ([rng.randrange(vocab) for _ in range(40)] for _ in range(2))
+    blocks = [[7, 3, 9, 1, 5], [0, 2, 4, 6, 8]]
+    steps = [
+        [Piece(first, 0, 30, blocks[0]), Piece(second, 0, 12, blocks[1])],
+        [Piece(first, 30, 31, blocks[0]), Piece(second, 12, 18, blocks[1])],
+    ]
+    return [plan_of(step, block_size=BLOCK_SIZE) for step in steps]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_shards_together_are_the_whole_model(tmp_path: Path, size: int) -> None:
+    folders = [
+        write_model(tmp_path / "llama", "llama", intermediate_size=83),
+        write_model(tmp_path / "biased", "llama-biased", intermediate_size=79),
+        write_model(tmp_path / "qwen2", "qwen2"),
+        write_model(tmp_path / "qwen3", "qwen3"),
+    ]
+    models = [(folder, plans_for(VOCAB), BLOCK_SIZE) for folder in folders]
+    models.append((resolve_model("smollm2", progress=False), plans_for(49152), BLOCK_SIZE))
+    results = run_ranks(logits_of_models, size, models)
+    assert all(logits is None for rank in results[1:] for model in rank for logits in model)
+    for (folder, plans, _), found in zip(models, results[0], strict=True):
+        runner = ModelRunner(load_model(folder, dtype=torch.float32), num_blocks=128, block_size=BLOCK_SIZE)
+        for plan, logits in zip(plans, found, strict=True):
+            whole = runner.forward(plan)
+            assert whole is not None
+            assert np.abs(whole.numpy() - logits).max() < 1e-4, folder
+
+
+def test_more_shards_than_kv_heads_are_refused(tmp_path: Path) -> None:
+    class Rank3of4(Solo):
+        rank, size = 3, 4
+
+    folder = write_model(tmp_path, "llama")
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size: 4 is above the model's 3 KV heads"):
+        load_model(folder, collectives=Rank3of4())
+
+
+@pytest.mark.parametrize("total", [1, 2, 3, 7, 576, 49152])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_parts_cover_everything_once(total: int, size: int) -> None:
+    shards = [ShardSpec(rank, size) for rank in range(size)]
+    covered = [unit for shard in shards for unit in range(total)[shard.part(total)]]
+    assert covered == list(range(total))
+    lengths = [len(range(total)[shard.part(total)]) for shard in shards]
+    assert tuple(lengths) == shards[0].parts(total)
+    assert max(lengths) - min(lengths) <= 1
+
+
+def test_sum_and_gather_in_two_groups_of_one_process() -> None:
+    results = run_ranks(collective_values, 3)
+    for rank, sent in enumerate(results):
+        for dtype in ("fp32", "bf16"):
+            total, gathered = sent[dtype]
+            assert total == [[6.0] * 5] * 3
+            assert gathered == ([[0.0, 0.0, 1.0, 1.0, 2.0]] * 2 if rank == 0 else None)
+
+
+def test_a_dead_peer_is_noticed_at_once() -> None:
+    seen, waited_s = run_ranks(lose_a_peer, 2, "dies", 20.0)[0]
+    assert seen == "ShardDown"
+    assert waited_s < 10
+
+
+def test_a_hung_peer_is_noticed_at_the_deadline() -> None:
+    seen, waited_s = run_ranks(lose_a_peer, 2, "hangs", 2.0, timeout_s=20.0)[0]
+    assert seen == "ShardDown"
+    assert waited_s < 10
+
+
+def test_a_peer_that_never_comes_is_an_error() -> None:
+    from engine.model.collectives import Group, open_store
+
+    store = open_store(size=2, master=True)
+    with pytest.raises(ShardDown, match="shard 0 of 2"):
+        Group.connect(rank=0, size=2, store=store, device=torch.device("cpu"), timeout_s=0.5)
+
+
+def test_no_store_is_an_error() -> None:
+    from engine.model.collectives import open_store
+
+    with pytest.raises(ShardDown, match="no store at"):
+        open_store("127.0.0.1", 1, size=2, master=False, timeout_s=0.5)

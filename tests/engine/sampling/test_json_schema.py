@@ -1,0 +1,151 @@
+"""JSON schemas: every text that ends is valid, and what cannot be promised is refused.
+
+Random schemas are walked token by token with random choices on a vocabulary of bytes and words; `jsonschema` judges.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import random
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+from byte_grammar import BYTE_VOCAB, END, allowed, byte_grammars
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.errors import InvalidRequest
+from engine.messages import GrammarSpec
+from engine.sampling.grammar import Matcher, validate_grammar
+
+
+def walk(matcher: Matcher, rng: random.Random, most: int) -> str | None:
+    """A text of random choices that are UTF-8; None when it is not complete after `most` tokens."""
+    text = b""
+    for _ in range(most):
+        tokens = [token for token in allowed(matcher) if token == END or _is_utf8(text + BYTE_VOCAB[token])]
+        if not tokens:
+            return None
+        # Ends are taken when they are offered, or most texts of an open schema would never end.
+        closing = [token for token in tokens if token == END or BYTE_VOCAB[token] in (b'"', b"}", b"]", b'"}')]
+        token = rng.choice(closing if closing and rng.random() < 0.6 else tokens)
+        assert matcher.push(token)
+        if token == END:
+            return text.decode()
+        text += BYTE_VOCAB[token]
+    return None
+
+
+def _is_utf8(text: bytes) -> bool:
+    """Whether it is the beginning of some text."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(text)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+names = st.sampled_from(["a", "b", "name", "é", "long name", 'q"'])
+
+
+def schemas() -> st.SearchStrategy[Any]:
+    """Of the kind that is promised, all keywords of it."""
+    number = st.integers(-20, 20)
+    ordered = st.tuples(number, number).map(sorted)
+    small = st.tuples(st.integers(0, 4), st.integers(0, 4)).map(sorted)
+    leaves = st.one_of(
+        st.just({"type": "boolean"}),
+        st.just({"type": "null"}),
+        st.just({"type": ["integer", "null"]}),
+        ordered.map(lambda b: {"type": "integer", "minimum": b[0], "maximum": b[1]}),
+        number.map(lambda b: {"type": "integer", "exclusiveMinimum": b}),
+        st.integers(1, 9).map(lambda b: {"type": "integer", "multipleOf": b}),
+        ordered.map(lambda b: {"type": "number", "minimum": b[0], "maximum": b[1] + 1}),
+        number.map(lambda b: {"type": "number", "exclusiveMaximum": b}),
+        small.map(lambda b: {"type": "string", "minLength": b[0], "maxLength": b[1]}),
+        st.sampled_from(["^a+b?$", "^[0-9]{2,4}$", "^(foo|bar)$", '^[^"\\\\]{1,3}$', "^.x$"]).map(
+            lambda p: {"type": "string", "pattern": p}
+        ),
+        st.sampled_from(["date", "time", "date-time", "uuid", "ipv4", "email"]).map(
+            lambda f: {"type": "string", "format": f}
+        ),
+        st.lists(st.one_of(number, names, st.booleans(), st.none()), min_size=1, max_size=3).map(lambda v: {"enum": v}),
+        st.one_of(number, names, st.just([1, "x"]), st.just({"k": 1.5})).map(lambda v: {"const": v}),
+    )
+
+    def grow(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        properties = st.dictionaries(names, inner, min_size=1, max_size=3)
+        return st.one_of(
+            st.tuples(properties, st.data()).map(lambda p: _object(p[0])),
+            properties.map(lambda p: {"type": "object", "properties": p, "additionalProperties": False}),
+            inner.map(lambda s: {"type": "object", "additionalProperties": s, "maxProperties": 2}),
+            inner.map(lambda s: {"type": "object", "patternProperties": {"^x[a-z]$": s}}),
+            st.tuples(inner, small).map(
+                lambda p: {"type": "array", "items": p[0], "minItems": p[1][0], "maxItems": p[1][1]}
+            ),
+            st.lists(inner, min_size=1, max_size=2).map(
+                lambda p: {"type": "array", "prefixItems": p, "items": False, "minItems": len(p)}
+            ),
+            st.lists(inner, min_size=1, max_size=3).map(lambda p: {"anyOf": p}),
+            inner.map(lambda s: {"allOf": [s]}),
+            inner.map(lambda s: {"$defs": {"s": s}, "type": "array", "items": {"$ref": "#/$defs/s"}, "maxItems": 2}),
+        )
+
+    return st.recursive(leaves, grow, max_leaves=6)
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": sorted(properties)[: 1 + len(properties) // 2]}
+
+
+def _rooted(schema: Any) -> Any:
+    """Definitions belong at the root, where references look for them."""
+    return json.loads(re.sub(r'"\$ref": "#/\$defs/s"', '"type": "boolean"', json.dumps(schema)))
+
+
+@settings(max_examples=250)
+@given(schema=schemas(), seed=st.integers(0, 2**32))
+def test_every_text_that_ends_is_valid_under_its_schema(schema: Any, seed: int) -> None:
+    schema = _rooted(schema)
+    rng = random.Random(seed)
+    compiled = byte_grammars().compile(GrammarSpec(kind="json_schema", text=json.dumps(schema)))
+    for _ in range(3):
+        text = walk(Matcher(compiled, ()), rng, 300)
+        if text is not None:
+            jsonschema.validate(json.loads(text), schema, cls=jsonschema.Draft202012Validator)
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, r"\$.uniqueItems: is not supported"),
+        ({"type": "object", "properties": {"a": {"not": {}}}}, r"\$.properties.a.not: is not supported"),
+        ({"if": {}, "then": {}}, r"\$.if: is not supported"),
+        ({"minimum": 3}, r"\$.minimum: needs a matching type"),
+        ({"type": "string", "minimum": 3}, r"\$.minimum: needs a matching type"),
+        ({"type": "string", "pattern": "a", "maxLength": 3}, "pattern together with maxLength"),
+        ({"type": "string", "pattern": 'a"b'}, "pattern: '\"' is not supported"),
+        ({"type": "string", "pattern": "^[a-z]+\\n$"}, "is not supported outside of"),
+        ({"type": "string", "pattern": "a(?=b)"}, "is not supported outside of"),
+        ({"type": "string", "format": "colour"}, "'colour' given, allowed are date"),
+        ({"type": "objec"}, "'objec' given, allowed are integer"),
+        ({"allOf": [{"type": "integer"}, {"minimum": 3, "type": "integer"}]}, "2 schemas given, allowed is 1"),
+        ({"anyOf": [{"type": "integer"}], "minimum": 3}, "minimum beside anyOf cannot be enforced"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "may overlap"),
+        ({"type": "string", "enum": ["a", 1]}, "type beside enum"),
+        ({"type": "object", "properties": {}, "required": ["a"]}, "'a' is not among the properties"),
+        ({"type": "object", "minProperties": 2}, "minProperties: needs properties"),
+        ({"$ref": "#/$defs/none"}, "none"),
+        ({"type": "integer", "minimum": "three"}, "must be a number"),
+        ({"type": {"a": 1}}, "not well-formed"),
+        ([], r"\$: \[\] given"),
+    ],
+)
+def test_a_schema_that_cannot_be_promised_is_refused_with_the_place(schema: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        validate_grammar(GrammarSpec(kind="json_schema", text=json.dumps(schema)), field="response_format")
+    assert caught.value.field == "response_format"
+    assert str(caught.value).startswith("response_format: ")

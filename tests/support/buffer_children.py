@@ -1,0 +1,197 @@
+"""What runs in the other process of the buffer tests: drafts and shards of a few lines, and how they are started.
+
+Children come from a fork server that has imported torch once, so each is a process of its own in milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.core.step import ForwardPlan
+from engine.draft.messages import AnswerRow, Order
+from engine.draft_buffer.layout import BufferSpec
+from engine.draft_buffer.target_end import BufferHandle, DraftEnd, create_draft_buffer, open_draft_buffer
+from engine.errors import EngineUnavailable
+from engine.ipc.forward_broadcast import PlanHandle, PlanReceiver, PlanSender, PlanSpec
+
+NODE = "node-a"
+SPEC = BufferSpec(
+    max_rows=4, max_k=5, max_feed=64, max_released=8, draft_vocab=300, target_vocab=1000, max_options=2048
+)
+CHILDREN = multiprocessing.get_context("forkserver")
+CHILDREN.set_forkserver_preload(["torch", "engine.draft_buffer.target_end", "engine.ipc.forward_broadcast"])
+
+
+@contextlib.contextmanager
+def child(target: Any, *args: Any) -> Iterator[Any]:
+    """A process that is gone when the block is left, whatever happens in it."""
+    process = CHILDREN.Process(target=target, args=args, daemon=True)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join(10)
+        process.close()
+
+
+def echo(order: Order) -> list[AnswerRow]:
+    """Draft the row's key, counting up."""
+    return [
+        AnswerRow(tuple((row.key + i) % 1000 for i in range(row.k)), (0.5,) * row.k, has_probs=True)
+        for row in order.rows
+    ]
+
+
+def drafts(handle: BufferHandle, compute: Callable[[DraftEnd, Order], None] | None = None) -> None:
+    """A healthy draft: answers until its target is gone, each time after `compute`."""
+    end = open_draft_buffer(handle, node_id=NODE, gpu_uuid=None)
+    with contextlib.suppress(EngineUnavailable):
+        while True:
+            order = end.wait(1.0)
+            if order is not None:
+                if compute is not None:
+                    compute(end, order)
+                end.answer(echo(order), draft_s=0.0)
+    end.close()
+
+
+def answers_then_hangs(handle: BufferHandle, num_steps: int) -> None:
+    """A draft that stops computing after some steps, but stays alive."""
+    end = open_draft_buffer(handle, node_id=NODE, gpu_uuid=None)
+    for _ in range(num_steps):
+        order = end.wait(10.0)
+        end.answer(echo(order), draft_s=0.0)
+    time.sleep(60)
+
+
+def random_bits(seed: int) -> torch.Tensor:
+    """[max_rows, max_k, draft_vocab] int32: any bit pattern at all, NaN and denormals included."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (SPEC.max_rows, SPEC.max_k, SPEC.draft_vocab)
+    return torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64).to(torch.int32)
+
+
+def writes_random_probs(handle: BufferHandle) -> None:
+    """Fills the probabilities with the bits that the order's sequence number seeds."""
+    drafts(handle, lambda end, order: end.probs.view(torch.int32).copy_(random_bits(order.seq)))
+
+
+def answers_for_another_epoch(handle: BufferHandle) -> None:
+    """Claims an older epoch in an otherwise proper answer."""
+    end = open_draft_buffer(handle, node_id=NODE, gpu_uuid=None)
+    order = end.wait(10.0)
+    end._block.epoch = handle.epoch - 1
+    end.answer(echo(order), draft_s=0.0)
+    time.sleep(60)
+
+
+def serves_as_target(pipe: Connection) -> None:
+    """A target that asks for ever; tells its handle first, then that it runs."""
+    end = create_draft_buffer(SPEC, device="cpu", node_id=NODE, epoch=1)
+    pipe.send(end.handle())
+    end.wait_open(20.0)
+    pipe.send("running")
+    while True:
+        end.ask((), deadline_s=10.0)
+
+
+def a_plan(step_id: int, spec: PlanSpec) -> ForwardPlan:
+    """A random plan within the capacities; the step number is the seed."""
+    rng = np.random.default_rng(step_id)
+    num_rows, num_logits = rng.integers(0, spec.max_rows + 1, 2)
+    num_spans = rng.integers(0, spec.max_spans + 1)
+    width = rng.integers(0, spec.max_blocks_per_span + 1)
+
+    def some(*shape: int) -> np.ndarray:
+        return rng.integers(-(2**31), 2**31, shape).astype(np.int32)
+
+    return ForwardPlan(
+        some(num_rows),
+        some(num_rows),
+        some(num_rows),
+        some(num_spans),
+        some(num_spans),
+        some(num_spans, width),
+        some(num_logits),
+    )
+
+
+def plans_equal(one: ForwardPlan, other: ForwardPlan) -> bool:
+    names = ForwardPlan.__slots__
+    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names) and (
+        one.block_tables.shape == other.block_tables.shape
+    )
+
+
+def checks_plans(handle: PlanHandle, pipe: Connection, pause_s: float) -> None:
+    """A shard that compares every plan with what it should be, and tells how many it saw."""
+    receiver = PlanReceiver.open(handle, node_id=NODE)
+    num_seen = 0
+    while not receiver.closed:
+        message = receiver.receive(1.0)
+        if message is not None:
+            step_id, plan = message
+            if not plans_equal(plan, a_plan(step_id, handle.spec)):
+                pipe.send(f"step {step_id} differs")
+            num_seen += 1
+            time.sleep(pause_s)
+    pipe.send(num_seen)
+
+
+def takes_no_plan(handle: PlanHandle) -> None:
+    """A shard that opens its end and hangs."""
+    receiver = PlanReceiver.open(handle, node_id=NODE)
+    time.sleep(60)
+    receiver.close()
+
+
+def sends_two_plans(spec: PlanSpec, pipe: Connection) -> None:
+    """Shard 0 that sends two steps and then hangs."""
+    sender = PlanSender(spec, num_receivers=1, node_id=NODE)
+    pipe.send(sender.handle(1))
+    sender.wait_open(20.0)
+    for step_id in (7, 8):
+        sender.send(step_id, a_plan(step_id, spec), deadline_s=1.0)
+    time.sleep(60)
+
+
+def num_fds(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def resident_bytes(pid: int) -> int:
+    """Without the shared mapping, which fills up as it is first touched."""
+    pages = Path(f"/proc/{pid}/statm").read_text().split()
+    return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")
+
+
+def traces_left() -> list[str]:
+    """Everything of ours that has a name on this machine: listening sockets, files in /dev/shm."""
+    sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines() if "@paceline-" in line]
+    listening = [fields[-1] for fields in sockets if fields[3] == "00010000"]
+    return listening + [name for name in os.listdir("/dev/shm") if "paceline" in name]
+
+
+def eventually(condition: Any, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+if sys.platform != "linux":
+    raise RuntimeError("these tests read /proc")

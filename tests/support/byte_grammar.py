@@ -1,0 +1,26 @@
+"""A vocabulary of all bytes and some words, and the grammars over it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import xgrammar
+
+from engine.sampling.grammar import Grammars, Matcher
+
+WORDS = ['{"', '":', '", "', '"}', "name", "12", ", ", "true", "null", '\\"', "\\u00", "é", "[]", "{}", '"a']
+BYTE_VOCAB = [bytes([i]) for i in range(256)] + [word.encode() for word in WORDS] + [b""]
+END = len(BYTE_VOCAB) - 1
+
+
+def byte_grammars(**options: Any) -> Grammars:
+    return Grammars(lambda: xgrammar.TokenizerInfo(BYTE_VOCAB, vocab_size=END + 1, stop_token_ids=[END]), **options)
+
+
+def allowed(matcher: Matcher, *, forbid_stop: bool = False) -> list[int]:
+    mask = torch.zeros(1, matcher.num_words, dtype=torch.int32)
+    matcher.fill(mask, 0, forbid_stop=forbid_stop)
+    bits = (mask[0].unsqueeze(-1) >> torch.arange(32)) & 1
+    tokens: list[int] = bits.flatten().nonzero().flatten().tolist()
+    return tokens

@@ -1,0 +1,240 @@
+"""Small real objects with a known law, shared by the tests.
+
+`ToyModel` is a model of a few tokens whose logits depend on the last tokens of the context, which it reads back from a
+paged cache through the plan's block tables: wrong blocks, slots or rollbacks give wrong logits. `LoopbackEnd` answers
+draft orders in this process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import xgrammar
+from reference import Generated, Spelling
+
+from engine.core.block_pool import BlockPool
+from engine.core.committer import Committer
+from engine.core.drafter import Drafter
+from engine.core.engine import Engine, Streams
+from engine.core.pacing import Choice, Plan
+from engine.core.request import Request
+from engine.core.scheduler import Scheduler
+from engine.core.stats import StepStats
+from engine.core.step import ForwardPlan
+from engine.core.verifier import Verifier
+from engine.draft.architectures import PlainArchitecture
+from engine.draft.messages import Answer, OrderRow
+from engine.draft.proposer import DraftModel
+from engine.draft.remote import RemoteDrafter
+from engine.messages import Delta, Submit
+from engine.sampling.grammar import Grammars
+
+
+class ToyModel:
+    """Logits of a token are a fixed random function of it and the `order - 1` tokens before it.
+
+    Args:
+        vocab_size: tokens it can read.
+        columns: tokens it can score; default all.
+        num_blocks, block_size: its paged cache, which holds token ids in place of K and V.
+        seed: names the law. Models with `blend` between two seeds are close to each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        columns: int | None = None,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        seed: int = 0,
+        blend: float = 0.0,
+        order: int = 2,
+        sharpness: float = 1.5,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.columns = columns or vocab_size
+        self.block_size = block_size
+        self._order = order
+        shape = (vocab_size + 1,) * order + (self.columns,)
+        base = np.random.default_rng(0).normal(size=shape)
+        other = np.random.default_rng(seed).normal(size=shape)
+        self._table = (((1 - blend) * base + blend * other) * sharpness).astype(np.float32)
+        self._cache = np.full(num_blocks * block_size, -1, dtype=np.int64)
+        self.num_rows = 0
+
+    def logits_after(self, tokens: Sequence[int]) -> np.ndarray:
+        """[columns] float32: the law of the next token."""
+        context = [*([self.vocab_size] * self._order), *tokens][-self._order :]
+        row: np.ndarray = self._table[tuple(context)]
+        return row
+
+    def forward(self, plan: ForwardPlan) -> torch.Tensor:
+        """[R, columns] float32, as a model runner does it."""
+        self.num_rows += len(plan.token_ids)
+        self._cache[plan.slots] = plan.token_ids
+        wanted = set(plan.logit_rows.tolist())
+        out = []
+        row = 0
+        for span, (q_len, kv_len) in enumerate(zip(plan.q_lens, plan.kv_lens, strict=True)):
+            for position in range(kv_len - q_len, kv_len):
+                assert plan.positions[row] == position
+                if row in wanted:
+                    where = np.arange(position + 1)
+                    slots = plan.block_tables[span, where // self.block_size] * self.block_size
+                    out.append(self.logits_after(self._cache[slots + where % self.block_size].tolist()))
+                row += 1
+        return torch.from_numpy(np.stack(out)) if out else torch.zeros(0, self.columns)
+
+
+class LoopbackEnd:
+    """The target's end of a draft buffer whose draft answers in this process."""
+
+    def __init__(
+        self, model: DraftModel, *, max_rows: int, max_k: int, draft_vocab: int, features: torch.Tensor | None = None
+    ) -> None:
+        self._model = model
+        self.probs = torch.zeros(max_rows, max_k, draft_vocab)
+        self.features = features
+        self.num_orders = 0
+
+    def ask(self, rows: Sequence[OrderRow], released: Sequence[int] = (), *, deadline_s: float) -> Answer:
+        self.num_orders += 1
+        self.probs.fill_(float("nan"))
+        answered = self._model.answer(rows, released, self.probs, self.features)
+        return Answer(epoch=1, seq=self.num_orders, rows=answered, draft_s=0.0)
+
+    def close(self) -> None:
+        return None
+
+
+class RandomPacer:
+    """A new random K for every request in every step."""
+
+    def __init__(self, seed: int, max_k: int) -> None:
+        self._random = np.random.default_rng(seed)
+        self._max_k = max_k
+
+    def choose(self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int) -> list[Choice]:
+        return [Choice(int(k), "plan") for k in self._random.integers(0, self._max_k + 1, size=len(decodes))]
+
+    def observe(self, stats: StepStats) -> None:
+        return None
+
+
+class FixedPacer:
+    """Always the same K."""
+
+    def __init__(self, k: int) -> None:
+        self._k = k
+        self.stats: list[StepStats] = []
+
+    def choose(self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int) -> list[Choice]:
+        return [Choice(self._k, "plan")] * len(decodes)
+
+    def observe(self, stats: StepStats) -> None:
+        self.stats.append(stats)
+
+
+def toy_grammars(spelling: Spelling) -> Grammars:
+    """Grammars over a toy vocabulary."""
+    words = [text.encode() for text in spelling.of_token]
+    ends = list(spelling.end_ids)
+    return Grammars(lambda: xgrammar.TokenizerInfo(words, vocab_size=len(words), stop_token_ids=ends))
+
+
+def toy_drafter(
+    draft: ToyModel,
+    *,
+    num_blocks: int = 64,
+    vocab: torch.Tensor | None = None,
+    max_feed: int = 64,
+    spelling: Spelling | None = None,
+) -> RemoteDrafter:
+    """A RemoteDrafter whose model is a toy in this process."""
+    pool = BlockPool(num_blocks, draft.block_size, prefix_cache=True)
+    grammars = toy_grammars(spelling) if spelling is not None else None
+    model = DraftModel(PlainArchitecture(draft.forward), pool, vocab=vocab, max_model_len=10_000, grammars=grammars)
+    drafter = RemoteDrafter(max_feed=max_feed, max_released=64, deadline_s=1.0, on_down=print)
+    drafter.set_vocab(vocab)
+    drafter.attach(LoopbackEnd(model, max_rows=64, max_k=16, draft_vocab=draft.columns))
+    return drafter
+
+
+class ToyEngine:
+    """An engine over a toy target, stepped by hand; collects every delta."""
+
+    def __init__(
+        self,
+        target: ToyModel,
+        drafter: Drafter,
+        pacer: RandomPacer | FixedPacer,
+        *,
+        num_blocks: int = 64,
+        prefix_cache: bool = True,
+        max_num_requests: int = 16,
+        max_step_tokens: int = 32,
+        max_model_len: int = 128,
+        grammars: Grammars | None = None,
+    ) -> None:
+        self.pool = BlockPool(num_blocks, target.block_size, prefix_cache=prefix_cache)
+        self.deltas: dict[str, list[Delta]] = {}
+        scheduler = Scheduler(
+            self.pool,
+            pacer=pacer,
+            plan=Plan,
+            max_num_requests=max_num_requests,
+            max_step_tokens=max_step_tokens,
+            max_model_len=max_model_len,
+        )
+        self.engine = Engine(
+            scheduler=scheduler,
+            drafter=drafter,
+            verifier=Verifier(target.forward, block_size=target.block_size),
+            committer=Committer(self.pool, scheduler, max_model_len=max_model_len),
+            streams=Streams(self._collect),
+            pacer=pacer,
+            grammars=grammars,
+        )
+
+    def _collect(self, deltas: tuple[Delta, ...]) -> None:
+        for delta in deltas:
+            self.deltas.setdefault(delta.request_id, []).append(delta)
+
+    def step(self) -> None:
+        self.engine.drain()
+        self.engine.step()
+        self.pool.check()
+
+    def run(self, submits: Sequence[Submit], *, max_steps: int = 100_000) -> dict[str, list[int]]:
+        """Submit all, step until done, return the generated tokens by request id."""
+        for submit in submits:
+            self.engine.submit(submit)
+        self.engine.drain()
+        for _ in range(max_steps):
+            if not self.engine.has_work:
+                break
+            if not self.engine.scheduler.has_work:
+                time.sleep(0.001)  # a grammar is being compiled
+            self.step()
+        assert not self.engine.has_work, "the engine did not finish"
+        return {s.request_id: self.tokens_of(s.request_id) for s in submits}
+
+    def tokens_of(self, request_id: str) -> list[int]:
+        return [token for delta in self.deltas.get(request_id, []) for token in delta.token_ids]
+
+    def result_of(self, request_id: str) -> Generated:
+        """All that a finished request got."""
+        deltas = self.deltas[request_id]
+        assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+        assert all(not delta.prompt_logprobs for delta in deltas[1:])
+        assert deltas[-1].finish_reason is not None
+        return Generated(
+            self.tokens_of(request_id),
+            deltas[-1].finish_reason,
+            [logprob for delta in deltas for logprob in delta.logprobs],
+            list(deltas[0].prompt_logprobs),
+        )

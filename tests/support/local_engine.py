@@ -1,0 +1,176 @@
+"""A whole engine without Ray: shards, draft and socket of the real classes, each shard in a thread of this process."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from msgspec.structs import replace
+
+from autoscale.control.controller import initial_plan
+from autoscale.policy.goodput import make_goodput
+from autoscale.policy.policies import PolicyPacer
+from engine.checkpoint.model_config import ModelConfig
+from engine.config import EngineConfig
+from engine.core.pacing import Pacer
+from engine.core.stats import StepStats
+from engine.ipc.wire import HEADER, AbortCommand, DraftStatus, StepDeltas, SubmitCommand, decode_event, frame, frame_len
+from engine.messages import Delta, Submit
+from engine.workers.draft_worker import DraftWorker
+from engine.workers.target_shard import TargetShard
+
+NODE = "this-node"
+
+
+class LocalEngine:
+    """A context manager around one engine.
+
+    Args:
+        folder, draft_folder: model folders.
+        pacer: default is the one that follows `speculative.policy`.
+        settings: of `EngineConfig`; small defaults are filled in.
+    """
+
+    def __init__(
+        self, folder: Path, *, draft_folder: Path | None = None, pacer: Pacer | None = None, **settings: Any
+    ) -> None:
+        speculative = settings.pop("speculative", {"method": "none"})
+        if draft_folder is not None:
+            # Everything shares this process, so a busy machine must not look like a hung draft.
+            method = ModelConfig.load(draft_folder).architecture
+            speculative = {
+                "method": method,
+                "draft": str(draft_folder),
+                "deadline_s": 60,
+                "lookup": False,
+            } | speculative
+        speculative = {"policy": "fixed"} | speculative
+        defaults = {"model": str(folder), "device": "cpu", "dtype": "float32", "kv_cache_tokens": 16384}
+        self.config = EngineConfig.parse(defaults | settings | {"speculative": speculative})
+        size = self.config.tensor_parallel_size
+        tapped = ModelConfig.load(draft_folder).feature_layers if draft_folder is not None else ()
+        self.shards = [
+            TargetShard(self.config, folder, rank=rank, node_id=NODE, feature_layers=tapped) for rank in range(size)
+        ]
+        self.draft = DraftWorker(self.config, draft_folder, folder, node_id=NODE) if draft_folder else None
+        self.stats: list[StepStats] = []
+        self.last: dict[str, Delta] = {}
+        self.joined: dict[str, Delta] = {}
+        """All deltas of a request as one."""
+        chosen = self.config.speculative
+        self._pacer = pacer or PolicyPacer(make_goodput(chosen.method, chosen.k))
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> LocalEngine:
+        lead = self.shards[0]
+        port = lead.open_rendezvous() if len(self.shards) > 1 else None
+        readies = self._each(lambda shard: shard.load(port))
+        num_blocks = min(ready.num_blocks for ready in readies)
+        max_model_len = min(readies[0].max_model_len, (num_blocks - 1) * self.config.kv_block_size)
+        for shard in self.shards:
+            shard.allocate(num_blocks, max_model_len)
+        for rank, shard in enumerate(self.shards[1:], start=1):
+            shard.follow(lead.plan_handle(rank))
+        plan = initial_plan(self.config.speculative)
+        path = lead.listen(self._pacer, lambda: plan, self.stats.append)
+        self._start(*(shard.run for shard in self.shards))
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(path)
+        self._stream = self._socket.makefile("rb")
+        if self.draft is not None:
+            self.draft.connect(lead.open_draft_buffer(self.draft.load(), 1))
+            self._start(self.draft.run)
+            lead.attach_draft(10.0)
+            assert isinstance(self._event(), DraftStatus)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for part in (*self.shards, *([self.draft] if self.draft else [])):
+            part.stop()
+        for thread in self._threads:
+            thread.join(10)
+            assert not thread.is_alive(), f"{thread.name} does not stop"
+        self._stream.close()
+        self._socket.close()
+
+    def generate(self, submits: Sequence[Submit]) -> dict[str, list[int]]:
+        """Submit all at once; the generated tokens by request id."""
+        out: dict[str, list[int]] = {submit.request_id: [] for submit in submits}
+        pending = set(out)
+        self._hold_until(len(submits))
+        for submit in submits:
+            self._socket.sendall(frame(SubmitCommand(submit)))
+        while pending:
+            event = self._event()
+            assert isinstance(event, StepDeltas), event
+            for delta in event.deltas:
+                assert delta.error is None, delta
+                self.joined[delta.request_id] = _join(self.joined.get(delta.request_id), delta)
+                out[delta.request_id] += delta.token_ids
+                if delta.finish_reason is not None:
+                    pending.remove(delta.request_id)
+                    self.last[delta.request_id] = delta
+        return out
+
+    @property
+    def num_preempted(self) -> int:
+        engine = self.shards[0].engine
+        assert engine is not None
+        return engine.core.scheduler.num_preempted
+
+    def abort(self, request_id: str) -> None:
+        self._socket.sendall(frame(AbortCommand(request_id)))
+
+    def _hold_until(self, num_commands: int) -> None:
+        """Keep the engine from stepping until that many commands are in: who shares a step with whom is not chance."""
+        engine = self.shards[0].engine
+        assert engine is not None
+        inbox, deadline = engine._inbox, time.monotonic() + 10
+
+        def hold() -> None:
+            while inbox.qsize() < num_commands and time.monotonic() < deadline:
+                time.sleep(0.001)
+
+        engine.call(hold)
+
+    def _event(self) -> object:
+        return decode_event(self._stream.read(frame_len(self._stream.read(HEADER.size))))
+
+    def _each(self, call: Any) -> list[Any]:
+        """Run a call on every shard at once, because they wait for each other."""
+        results: list[Any] = [None] * len(self.shards)
+
+        def one(rank: int) -> None:
+            results[rank] = call(self.shards[rank])
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(self.shards))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(result is not None for result in results), "a shard failed to load"
+        return results
+
+    def _start(self, *targets: Any) -> None:
+        for target in targets:
+            thread = threading.Thread(target=target, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+
+def _join(before: Delta | None, after: Delta) -> Delta:
+    if before is None:
+        return after
+    return replace(
+        after,
+        token_ids=before.token_ids + after.token_ids,
+        logprobs=before.logprobs + after.logprobs,
+        prompt_logprobs=before.prompt_logprobs + after.prompt_logprobs,
+    )

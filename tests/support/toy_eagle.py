@@ -1,0 +1,128 @@
+"""An eagle draft of a toy target: a head that is right if and only if it is fed the right features.
+
+The target's feature at a position is what it would take to know the text so far: a hash of all its tokens, then the
+last few themselves. The head knows nothing else but the token it is given, so a feature of another position, another
+request or a rejected draft shows in what it drafts, and a cell in the wrong place of its cache fails an assertion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from fakes import LoopbackEnd, ToyModel
+
+from engine.core.block_pool import BlockPool
+from engine.core.step import ForwardPlan
+from engine.draft.architectures import Outputs
+from engine.draft.proposer import DraftModel
+from engine.draft.remote import RemoteDrafter
+
+_PRIME = 1_000_003  # float32 holds what is below exactly
+
+
+def hashed(before: int, token: int) -> int:
+    return (before * 31 + token + 1) % _PRIME
+
+
+class FeaturedToy(ToyModel):
+    """A toy target that leaves its features with a drafter."""
+
+    drafter: RemoteDrafter | None = None
+
+    def features_after(self, tokens: Sequence[int]) -> list[int]:
+        """[order] numbers: a hash of all tokens, then the last order - 1."""
+        total = 0
+        for token in tokens:
+            total = hashed(total, token)
+        padded = [*([self.vocab_size] * self._order), *tokens]
+        return [total, *padded[len(padded) - self._order + 1 :]]
+
+    def forward(self, plan: ForwardPlan) -> torch.Tensor:
+        logits = super().forward(plan)
+        if self.drafter is not None:
+            rows = []
+            for span, (q_len, kv_len) in enumerate(zip(plan.q_lens, plan.kv_lens, strict=True)):
+                where = np.arange(kv_len)
+                slots = plan.block_tables[span, where // self.block_size] * self.block_size + where % self.block_size
+                tokens = self._cache[slots].tolist()
+                rows += [self.features_after(tokens[:end]) for end in range(kv_len - q_len + 1, kv_len + 1)]
+            self.drafter.write_features(torch.tensor(rows, dtype=torch.float32), plan.q_lens)
+        return logits
+
+
+class ToyEagle:
+    """An architecture that reads features; its law is that of a toy model.
+
+    Args:
+        law: whose logits it has.
+        num_blocks, block_size: of its cache, which holds position, token and hash.
+    """
+
+    reads_features = True
+
+    def __init__(self, law: ToyModel, *, num_blocks: int, block_size: int) -> None:
+        self._law = law
+        self._block_size = block_size
+        self._cells = np.full((num_blocks * block_size, 3), -1, dtype=np.int64)
+        self.num_forwards = 0
+
+    def read(self, plan: ForwardPlan, features: torch.Tensor | None) -> Outputs:
+        assert features is not None
+        assert not features.isnan().any(), "features that nobody has written"
+        return self._compute(plan, features)
+
+    def go_on(self, plan: ForwardPlan, carried: torch.Tensor | None) -> Outputs:
+        assert carried is not None
+        return self._compute(plan, carried)
+
+    def _compute(self, plan: ForwardPlan, known: torch.Tensor) -> Outputs:
+        self.num_forwards += 1
+        after = [
+            [hashed(int(row[0]), token), *[int(x) for x in row[2:]], token]
+            for row, token in zip(known.tolist(), plan.token_ids.tolist(), strict=True)
+        ]
+        hashes = [row[0] for row in after]
+        self._cells[plan.slots] = np.stack([plan.positions, plan.token_ids, hashes], axis=1)
+        for span, kv_len in enumerate(plan.kv_lens):
+            self._check(plan.block_tables[span], int(kv_len))
+        logits = np.stack(
+            [self._law.logits_after([int(known[row][1]), *after[row][1:]]) for row in plan.logit_rows]
+            or [np.zeros(self._law.columns, np.float32)]
+        )[: len(plan.logit_rows)]
+        carried = torch.tensor([after[row] for row in plan.logit_rows], dtype=torch.float32)
+        return Outputs(torch.from_numpy(logits.astype(np.float32)), carried)
+
+    def _check(self, table: np.ndarray[Any, Any], kv_len: int) -> None:
+        where = np.arange(kv_len)
+        cells = self._cells[table[where // self._block_size] * self._block_size + where % self._block_size]
+        steps = np.diff(cells[:, 0])
+        assert cells[0, 0] >= 1, "token 0 has no cell"
+        assert (steps >= 1).all(), "cells must ascend"
+        for before, (_, token, total) in zip(cells[:-1][steps == 1], cells[1:][steps == 1], strict=True):
+            assert total == hashed(int(before[2]), int(token)), "a cell of another text"
+
+
+def toy_eagle(
+    target: FeaturedToy,
+    law: ToyModel,
+    *,
+    num_blocks: int = 64,
+    vocab: torch.Tensor | None = None,
+    max_feed: int = 64,
+    ring: int = 256,
+) -> tuple[RemoteDrafter, LoopbackEnd]:
+    """A drafter that reads the target's features, and the end it is attached to."""
+    architecture = ToyEagle(law, num_blocks=num_blocks, block_size=target.block_size)
+    pool = BlockPool(num_blocks, target.block_size, prefix_cache=True, ahead=1)
+    model = DraftModel(architecture, pool, vocab=vocab, max_model_len=10_000)
+    drafter = RemoteDrafter(max_feed=max_feed, max_released=64, deadline_s=1.0, on_down=print)
+    drafter.set_vocab(vocab)
+    width = len(target.features_after([]))
+    features = torch.full((ring, width), float("nan"))
+    end = LoopbackEnd(model, max_rows=64, max_k=16, draft_vocab=law.columns, features=features)
+    drafter.attach(end)
+    target.drafter = drafter
+    return drafter, end
