@@ -18,7 +18,7 @@ from grafana_foundation_sdk.models import prometheus as prometheus_models
 from grafana_foundation_sdk.models import units
 
 from dashboards.model import Annotation, Board, Panel, Query, Unit
-from engine.metrics.definitions import COMMON_LABELS
+from engine.metrics.labels import COMMON_LABELS
 
 SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 UNITS: dict[Unit, str] = {

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.metrics.definitions import COMMON_LABELS, METRICS, Group, Metric
+from engine.metrics.definitions import METRICS
+from engine.metrics.labels import COMMON_LABELS
+from engine.metrics.types import Group, Metric
 
 _TITLES: dict[Group, str] = {"speculation": "Speculation", "serving": "Serving", "fleet": "Fleet"}
 _INTRO = """# Metrics

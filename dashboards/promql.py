@@ -12,7 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dashboards.model import Query, Unit
-from engine.metrics.definitions import COMMON_LABELS, Metric, by_name
+from engine.metrics.definitions import by_name
+from engine.metrics.labels import COMMON_LABELS
+from engine.metrics.types import Metric
 
 CATALOGUE = by_name()
 PER_SECOND: dict[str, Unit] = {"tokens": "tokens/s", "seconds": "percentunit"}

@@ -27,7 +27,8 @@ from engine.core.step import Batch, Draft, DraftRow
 from engine.draft.first_of import LookupFirst
 from engine.draft.ngram import NgramDrafter
 from engine.messages import SamplingParams, Submit
-from engine.sampling.distribution import Law, Purpose, draw, gumbel, stream_seed, warp
+from engine.sampling.distribution import Purpose, draw, gumbel, stream_seed, warp
+from engine.sampling.row_sampling import Law
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

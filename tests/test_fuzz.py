@@ -45,7 +45,7 @@ from engine.ipc.wire import (
     frame_len,
 )
 from engine.messages import Delta, GrammarSpec, SamplingParams, Submit
-from engine.sampling.distribution import Law
+from engine.sampling.row_sampling import Law
 
 KEY = "a key of sixteen characters or more"
 URLS = {

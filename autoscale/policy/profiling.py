@@ -24,7 +24,7 @@ from autoscale.policy.cost_curve import Curves, Points
 from autoscale.policy.cost_model import BATCH_KNOTS, ROW_KNOTS, CostTable
 from engine.core.step import ForwardPlan
 from engine.draft.messages import Answer, OrderRow
-from engine.sampling.distribution import Law
+from engine.sampling.row_sampling import Law
 
 SHORT_CONTEXT, LONG_CONTEXT = 32, 512
 REPEATS, FEW_REPEATS, LONG_FORWARD_S = 6, 2, 0.05

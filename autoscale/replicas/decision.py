@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.metrics.definitions import ScalingReason
+from engine.metrics.labels import ScalingReason
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Batches at which a replica says its time per token."""

@@ -16,7 +16,7 @@ from engine.draft.messages import AnswerRow, OrderRow
 from engine.draft_buffer.layout import BufferSpec
 from engine.draft_buffer.target_end import BufferHandle, create_draft_buffer, open_draft_buffer
 from engine.errors import EngineUnavailable
-from engine.sampling.distribution import Law
+from engine.sampling.row_sampling import Law
 
 NODE = "bench"
 SPEC = BufferSpec(max_rows=32, max_k=5, max_feed=256, max_released=8, draft_vocab=1024, target_vocab=49152)

@@ -34,7 +34,7 @@ from engine.core.pacing import Plan
 from engine.errors import EngineUnavailable
 from engine.ipc.wire import DraftStatus
 from engine.metrics.counters import Ledger, Readings, merge
-from engine.metrics.definitions import SCALING_REASONS
+from engine.metrics.labels import SCALING_REASONS
 from engine.model.device import threads_per_shard
 from engine.workers.target_shard import ShardReady
 

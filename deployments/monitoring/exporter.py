@@ -21,7 +21,9 @@ from prometheus_client.utils import floatToGoString
 
 from engine.errors import ConfigError
 from engine.metrics.counters import HistogramValue, LabelValues, Readings
-from engine.metrics.definitions import COMMON_LABELS, METRICS, Metric
+from engine.metrics.definitions import METRICS
+from engine.metrics.labels import COMMON_LABELS
+from engine.metrics.types import Metric
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from engine.core.step import DraftRow, RowVerdict, Span
 from engine.messages import EmittedKind
-from engine.sampling.distribution import Law, Purpose, draw, gumbel, most_likely, stream_seed, uniform, warp
+from engine.sampling.distribution import Purpose, draw, gumbel, most_likely, stream_seed, uniform, warp
+from engine.sampling.row_sampling import Law
 
 
 class _Job(Struct, frozen=True, gc=False):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.messages import FinishReason, Submit, TokenLogprobs
+from engine.sampling.row_sampling import Law
 
 if TYPE_CHECKING:  # A type only. At run time this would import torch, which `autoscale` does without.
     from engine.sampling.logits_processor import Rules
@@ -65,3 +66,18 @@ class Request:
     def extend_len(self) -> int:
         """Tokens whose K and V are still to be computed: 1 in decode, more in prefill."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def row_sampling(self) -> Law:
+        """How the logits of its next step become distributions. Seeded requests are coupled."""
+        sampling = self.submit.sampling
+        coupled = sampling.seed is not None
+        return Law(
+            sampling.temperature,
+            sampling.top_p,
+            self.stream_key,
+            0 if coupled else 1 + self.num_steps,
+            coupled,
+            sampling.top_k,
+            sampling.min_p,
+        )

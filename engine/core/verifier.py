@@ -21,7 +21,6 @@ from msgspec.structs import replace
 from engine.core.acceptance import _compare, _Job, _reject_all, _target_choices, _with_prompt
 from engine.core.packing import Forward, plan_forward, prompt_rows
 from engine.core.step import Batch, Draft, RowVerdict, Span, Verdict
-from engine.sampling.distribution import Law
 from engine.sampling.logits_processor import Shaper
 from engine.sampling.logprobs import score
 
@@ -69,7 +68,7 @@ def judge(logits: torch.Tensor, spans: Sequence[Span], draft: Draft) -> tuple[Ro
             prompts.append((index, scored))
         if span.samples:
             rows = range(first, first + len(draft.rows[index].token_ids) + 1)
-            jobs.append(_Job(index, span, draft.rows[index], rows, Law.of(span.request)))
+            jobs.append(_Job(index, span, draft.rows[index], rows, span.request.row_sampling))
             first = rows.stop
     verdicts = _score_prompts(logits, spans, prompts)
     reported = [job for job in jobs if job.span.request.submit.sampling.num_logprobs is not None]

@@ -14,8 +14,8 @@ from typing import get_args
 import msgspec
 
 from engine.core.step import KReason
-from engine.sampling.distribution import Law
 from engine.sampling.penalties import TokenOptions
+from engine.sampling.row_sampling import Law
 
 MAX_OPTIONS = 1 << 18
 """Bytes of request options in one order; a request that alone needs more is not drafted for."""

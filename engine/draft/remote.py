@@ -20,7 +20,6 @@ from engine.core.step import Batch, Draft, DraftRow, KReason, Span
 from engine.draft.feature_log import FeatureLog
 from engine.draft.messages import MAX_OPTIONS, Answer, AnswerRow, OrderRow, encode_options
 from engine.errors import DraftDown
-from engine.sampling.distribution import Law
 
 
 class DraftLink(Protocol):
@@ -206,7 +205,7 @@ class RemoteDrafter:
                     start=start,
                     feed=feed,
                     k=span.k if caught_up else 0,
-                    law=Law.of(request),
+                    law=request.row_sampling,
                     floor=span.floor,
                     options=request.rules.options if request.rules is not None and start == 0 else None,
                     feature_rows=self._log.rows(request.key, start, len(feed)) if self._log is not None else (),

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 from engine.core.step import KReason
 from engine.draft.messages import OrderRow
-from engine.sampling.distribution import Law
 from engine.sampling.logits_processor import Rules
 from engine.sampling.penalties import TokenOptions
+from engine.sampling.row_sampling import Law
 
 
 @dataclass(slots=True, eq=False)

@@ -30,7 +30,7 @@ from engine.draft_buffer.layout import (
     split,
     within,
 )
-from engine.sampling.distribution import Law
+from engine.sampling.row_sampling import Law
 
 
 class DraftBlock:

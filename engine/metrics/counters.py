@@ -11,7 +11,8 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from engine.metrics.definitions import METRICS, Metric, by_name
+from engine.metrics.definitions import METRICS, by_name
+from engine.metrics.types import Metric
 
 LabelValues = tuple[str, ...]
 

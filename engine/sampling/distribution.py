@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 import torch
-from msgspec import Struct
 
-from engine.core.request import Request
+from engine.sampling.row_sampling import Law
 
 _INT32 = 1 << 32
 _HEAD = 256
@@ -32,41 +31,6 @@ class Purpose(IntEnum):
     DRAFT = 1  # a draft token under the rejection rule
     ACCEPT = 2  # the uniform number that accepts or rejects a draft token
     RECOVER = 3  # the replacement after a rejection
-
-
-class Law(Struct, frozen=True, gc=False):
-    """How one row of logits becomes a distribution.
-
-    `coupled` rows choose their token as a function of (law, stream, position) alone; the others use rejection sampling.
-    """
-
-    temperature: float
-    top_p: float
-    stream_key: int
-    attempt: int
-    coupled: bool
-    top_k: int = 0
-    min_p: float = 0.0
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the most likely token is taken, without a draw."""
-        return self.temperature == 0.0
-
-    @classmethod
-    def of(cls, request: Request) -> Law:
-        """The law of a request in its next step."""
-        sampling = request.submit.sampling
-        coupled = sampling.seed is not None
-        return cls(
-            sampling.temperature,
-            sampling.top_p,
-            request.stream_key,
-            0 if coupled else 1 + request.num_steps,
-            coupled,
-            sampling.top_k,
-            sampling.min_p,
-        )
 
 
 def stream_seed(key: int, position: int, purpose: Purpose, attempt: int) -> int:

@@ -14,7 +14,7 @@ import yaml
 
 from dashboards import render
 from dashboards.alerts import alerts
-from engine.metrics.definitions import COMMON_LABELS
+from engine.metrics.labels import COMMON_LABELS
 
 LABELS = 'app="chat",replica="r1",model="smol"'
 VARIABLES = {"$__rate_interval": "1m", **{f"${label}": ".*" for label in COMMON_LABELS}}

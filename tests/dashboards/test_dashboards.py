@@ -20,7 +20,8 @@ from dashboards.model import Board, Panel, Query
 from dashboards.promql import CATALOGUE, Scope, declared_unit, names_in
 from deployments.settings import AppSettings
 from engine.config import EngineConfig, SpeculativeConfig
-from engine.metrics.definitions import COMMON_LABELS, METRICS
+from engine.metrics.definitions import METRICS
+from engine.metrics.labels import COMMON_LABELS
 from paceline.cli import main
 
 BOARDS = render.boards()

@@ -15,7 +15,7 @@ from engine.draft.messages import AnswerRow, OrderRow
 from engine.draft_buffer.layout import BufferSpec
 from engine.draft_buffer.target_end import BufferHandle, TargetEnd, create_draft_buffer, gpu_uuid, open_draft_buffer
 from engine.errors import ConfigError, DraftDown, EngineUnavailable
-from engine.sampling.distribution import Law
+from engine.sampling.row_sampling import Law
 
 pytestmark = [
     pytest.mark.gpu,

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 
 from dashboards import render
-from engine.metrics.definitions import COMMON_LABELS
+from engine.metrics.labels import COMMON_LABELS
 
 
 def installed() -> bool:

@@ -18,7 +18,7 @@ from autoscale.policy.policies import PolicyPacer
 from engine.core.pacing import Plan
 from engine.core.stats import StepStats
 from engine.metrics.counters import HistogramValue, Ledger, Readings, merge
-from engine.metrics.definitions import K_REASONS
+from engine.metrics.labels import K_REASONS
 
 MAX_K = 4
 BUDGET_S = 150e-6

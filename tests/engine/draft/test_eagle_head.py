@@ -36,7 +36,7 @@ from engine.errors import ConfigError
 from engine.messages import SamplingParams, Submit
 from engine.model.load import load_draft, load_model
 from engine.model.runner import ModelRunner
-from engine.sampling.distribution import Law
+from engine.sampling.row_sampling import Law
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

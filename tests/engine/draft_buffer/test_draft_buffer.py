@@ -54,9 +54,9 @@ from engine.errors import ConfigError, DraftDown, EngineUnavailable
 from engine.ipc.doorbell import Doorbell
 from engine.ipc.shared_memory import join
 from engine.messages import GrammarKind, GrammarSpec
-from engine.sampling.distribution import Law
 from engine.sampling.logits_processor import Rules, Shaper
 from engine.sampling.penalties import TokenOptions
+from engine.sampling.row_sampling import Law
 
 ROWS = [OrderRow(key, 0, (1, 2, 3), 5, Law(1.0, 1.0, 7, 1, True)) for key in range(2)]
 OPTIONS = TokenOptions(

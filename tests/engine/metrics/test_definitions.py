@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from dashboards.metrics_page import metrics_markdown
-from engine.metrics.definitions import COMMON_LABELS, METRICS, Metric, by_name
+from engine.metrics.definitions import METRICS, by_name
+from engine.metrics.labels import COMMON_LABELS
+from engine.metrics.types import Metric
 from paceline.cli import main
 
 ROOT = Path(__file__).parents[3]

@@ -25,9 +25,10 @@ from engine.draft.first_of import ForcedDrafter
 from engine.draft.messages import decode_options, encode_options
 from engine.draft.ngram import NgramDrafter
 from engine.messages import GrammarSpec, SamplingParams, SpeculativeOptions, Submit
-from engine.sampling.distribution import Law, warp
+from engine.sampling.distribution import warp
 from engine.sampling.logits_processor import Columns, Rules, Shaper
 from engine.sampling.penalties import TokenOptions
+from engine.sampling.row_sampling import Law
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

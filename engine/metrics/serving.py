@@ -1,0 +1,143 @@
+"""Metrics of requests, memory and the fleet, and aliases under the names that vLLM uses.
+
+Owns names, units, labels, buckets and the usual query of each. Holds no value.
+"""
+
+from __future__ import annotations
+
+from engine.metrics.labels import (
+    CACHES,
+    FINISH_REASONS,
+    REJECT_CAUSES,
+    REQUEST_BUCKETS,
+    SCALING_REASONS,
+    TOKEN_BUCKETS,
+)
+from engine.metrics.types import counter, gauge, histogram, over
+
+REQUESTS = (
+    histogram("paceline_ttft_seconds", "serving", "Time to first token.", REQUEST_BUCKETS),
+    histogram(
+        "paceline_itl_seconds", "serving", "Inter-token latency: time between messages of a stream.", TOKEN_BUCKETS
+    ),
+    histogram(
+        "paceline_tpot_seconds", "serving", "Time per output token after the first, mean of a request.", TOKEN_BUCKETS
+    ),
+    histogram("paceline_e2e_seconds", "serving", "Time from arrival to the last token.", REQUEST_BUCKETS),
+    histogram("paceline_queue_seconds", "serving", "Time from arrival to the first step.", REQUEST_BUCKETS),
+    counter(
+        "paceline_requests_total",
+        "serving",
+        "Requests that ended, by finish reason.",
+        labels=("reason",),
+        values=FINISH_REASONS,
+    ),
+    counter(
+        "paceline_rejected_total",
+        "serving",
+        "Requests refused before they entered the engine.",
+        labels=("cause",),
+        values=REJECT_CAUSES,
+    ),
+    counter(
+        "paceline_prompt_tokens_total", "serving", "Prompt tokens of requests that entered the engine.", unit="tokens"
+    ),
+    counter("paceline_generated_tokens_total", "serving", "Tokens sent to clients.", unit="tokens"),
+    counter(
+        "paceline_prefix_cache_hit_tokens_total",
+        "serving",
+        "Prompt tokens found in the prefix cache; over prompt tokens it is the hit rate.",
+        over("paceline_prefix_cache_hit_tokens_total", "paceline_prompt_tokens_total"),
+        unit="tokens",
+    ),
+    gauge("paceline_running_requests", "serving", "Requests in the running batch.", unit="requests"),
+    gauge("paceline_waiting_requests", "serving", "Requests in the queue.", unit="requests"),
+)
+
+MEMORY = (
+    gauge(
+        "paceline_kv_used_blocks",
+        "serving",
+        "KV blocks held by requests.",
+        unit="blocks",
+        labels=("cache",),
+        values=CACHES,
+    ),
+    gauge(
+        "paceline_kv_free_blocks",
+        "serving",
+        "KV blocks that can be handed out; cached prefixes are among them.",
+        unit="blocks",
+        labels=("cache",),
+        values=CACHES,
+    ),
+    counter(
+        "paceline_kv_evictions_total",
+        "serving",
+        "Cached blocks overwritten because space was needed.",
+        unit="blocks",
+        labels=("cache",),
+        values=CACHES,
+    ),
+    counter("paceline_preemptions_total", "serving", "Running requests sent back to the queue for lack of KV blocks."),
+    gauge("paceline_draft_memory_bytes", "fleet", "Draft weights and KV pool.", unit="bytes"),
+    gauge("paceline_draft_memory_cap_bytes", "fleet", "What draft weights and KV may take.", unit="bytes"),
+)
+
+FLEET = (
+    gauge("paceline_draft_up", "fleet", "1 while a draft is attached or none is needed, 0 while it is down."),
+    counter(
+        "paceline_restarts_total",
+        "fleet",
+        "Processes replaced after they died or hung.",
+        "sum by (process) (increase(paceline_restarts_total{$selector}[$window]))",
+        labels=("process",),
+        values=("draft", "controller", "target"),
+    ),
+    gauge(
+        "paceline_desired_replicas",
+        "fleet",
+        "Replicas that the autoscaling policy wants, or that are set; every replica of an app says the same.",
+        of_app=True,
+    ),
+    gauge(
+        "paceline_scaling_reason",
+        "fleet",
+        "1 for why that many replicas are wanted, 0 for the other reasons.",
+        labels=("reason",),
+        values=SCALING_REASONS,
+        of_app=True,
+    ),
+    gauge("paceline_start_time_seconds", "fleet", "When the replica became ready, unix time.", unit="seconds"),
+)
+
+ALIASES = (
+    counter(
+        "vllm:spec_decode_num_drafts_total",
+        "speculation",
+        "Alias of paceline_drafts_total.",
+        alias_of="paceline_drafts_total",
+    ),
+    counter(
+        "vllm:spec_decode_num_draft_tokens_total",
+        "speculation",
+        "Alias of paceline_drafted_tokens_total.",
+        unit="tokens",
+        alias_of="paceline_drafted_tokens_total",
+    ),
+    counter(
+        "vllm:spec_decode_num_accepted_tokens_total",
+        "speculation",
+        "Alias of paceline_accepted_tokens_total.",
+        unit="tokens",
+        alias_of="paceline_accepted_tokens_total",
+    ),
+    counter(
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+        "speculation",
+        "Alias of paceline_accepted_positions_total.",
+        unit="tokens",
+        labels=("position",),
+        alias_of="paceline_accepted_positions_total",
+    ),
+)

@@ -1,0 +1,173 @@
+"""Metrics of the step loop, of drafting and of the pace.
+
+Owns names, units, labels, buckets and the usual query of each. Holds no value.
+"""
+
+from __future__ import annotations
+
+from engine.metrics.labels import (
+    BATCH_BUCKETS,
+    ERROR_BUCKETS,
+    K_BUCKETS,
+    K_REASONS,
+    PHASES,
+    STEP_BUCKETS,
+    SWITCH_CAUSES,
+)
+from engine.metrics.types import counter, gauge, histogram, mean, over, quantile, rate
+
+STEPS = (
+    counter("paceline_steps_total", "speculation", "Steps of the engine's loop."),
+    histogram(
+        "paceline_step_seconds",
+        "speculation",
+        "Duration of a whole step.",
+        STEP_BUCKETS,
+        mean("paceline_step_seconds"),
+    ),
+    histogram(
+        "paceline_phase_seconds",
+        "speculation",
+        "Duration of each phase of a step; draft and handoff only in steps that asked a draft.",
+        STEP_BUCKETS,
+        rate("paceline_phase_seconds_sum", "phase"),
+        labels=("phase",),
+        values=PHASES,
+    ),
+    histogram(
+        "paceline_batch_requests",
+        "speculation",
+        "Decoding requests per step.",
+        BATCH_BUCKETS,
+        mean("paceline_batch_requests"),
+        unit="requests",
+    ),
+    counter("paceline_prefill_tokens_total", "serving", "Prompt tokens computed in steps.", unit="tokens"),
+    counter(
+        "paceline_verdicts_total",
+        "speculation",
+        "Requests that a step gave at least one token, summed over steps.",
+        unit="requests",
+    ),
+)
+
+DRAFTS = (
+    counter("paceline_drafts_total", "speculation", "Drafts verified: one per request and step that drafted for it."),
+    counter("paceline_drafted_tokens_total", "speculation", "Draft tokens verified.", unit="tokens"),
+    counter(
+        "paceline_accepted_tokens_total",
+        "speculation",
+        "Draft tokens accepted; over drafted tokens it is the acceptance rate.",
+        over("paceline_accepted_tokens_total", "paceline_drafted_tokens_total"),
+        unit="tokens",
+    ),
+    counter(
+        "paceline_emitted_tokens_total",
+        "speculation",
+        "Tokens emitted; over verdicts it is the number of tokens per request and step.",
+        over("paceline_emitted_tokens_total", "paceline_verdicts_total"),
+        unit="tokens",
+    ),
+    histogram(
+        "paceline_accepted_per_draft",
+        "speculation",
+        "Accepted tokens of each draft.",
+        K_BUCKETS,
+        mean("paceline_accepted_per_draft"),
+        unit="tokens",
+    ),
+    counter(
+        "paceline_reached_positions_total",
+        "speculation",
+        "Draft tokens that the verdict reached, by position from 0: those after a rejection are not counted.",
+        unit="tokens",
+        labels=("position",),
+    ),
+    counter(
+        "paceline_accepted_positions_total",
+        "speculation",
+        "Draft tokens accepted, by position from 0; over the reached ones it is acceptance by position.",
+        over("paceline_accepted_positions_total", "paceline_reached_positions_total", "position"),
+        unit="tokens",
+        labels=("position",),
+    ),
+)
+
+PACE = (
+    histogram(
+        "paceline_k",
+        "speculation",
+        "K of each request and step: draft tokens that were verified for it.",
+        K_BUCKETS,
+        mean("paceline_k"),
+        unit="tokens",
+    ),
+    counter(
+        "paceline_k_reasons_total",
+        "speculation",
+        "Why K was what it was, per request and step.",
+        unit="requests",
+        labels=("reason",),
+        values=K_REASONS,
+    ),
+    counter(
+        "paceline_switches_total",
+        "speculation",
+        "Times that drafting went on or off, by cause.",
+        "sum by (cause) (increase(paceline_switches_total{$selector}[$window]))",
+        labels=("cause",),
+        values=SWITCH_CAUSES,
+    ),
+    counter(
+        "paceline_probes_total",
+        "speculation",
+        "Looks at whether off is still right.",
+        "sum (increase(paceline_probes_total{$selector}[$window]))",
+    ),
+    counter(
+        "paceline_predicted_tokens_total",
+        "speculation",
+        "Tokens expected of decode-only steps; over predicted seconds it is predicted goodput.",
+        over("paceline_predicted_tokens_total", "paceline_predicted_seconds_total"),
+        unit="tokens",
+    ),
+    counter(
+        "paceline_predicted_seconds_total",
+        "speculation",
+        "What the cost model expected those steps to last.",
+        unit="seconds",
+    ),
+    counter(
+        "paceline_realised_tokens_total",
+        "speculation",
+        "Tokens emitted by decode-only steps; over realised seconds it is goodput.",
+        over("paceline_realised_tokens_total", "paceline_realised_seconds_total"),
+        unit="tokens",
+    ),
+    counter("paceline_realised_seconds_total", "speculation", "What those steps lasted.", unit="seconds"),
+    counter(
+        "paceline_plain_tokens_total",
+        "speculation",
+        "Tokens the same steps would have emitted at K = 0; over plain seconds it is goodput without speculation.",
+        over("paceline_plain_tokens_total", "paceline_plain_seconds_total"),
+        unit="tokens",
+    ),
+    counter(
+        "paceline_plain_seconds_total",
+        "speculation",
+        "What the same steps would have lasted at K = 0, by the cost model.",
+        unit="seconds",
+    ),
+    histogram(
+        "paceline_cost_error_ratio",
+        "speculation",
+        "Relative error of the cost model's prediction for each step.",
+        ERROR_BUCKETS,
+        quantile("paceline_cost_error_ratio", 0.5),
+        unit="ratio",
+    ),
+    gauge("paceline_plan_version", "speculation", "Version of the plan in force."),
+    gauge(
+        "paceline_plan_max_k", "speculation", "Upper bound of K in force; 0 when drafting is disabled.", unit="tokens"
+    ),
+)
