@@ -18,7 +18,7 @@ from torch import Tensor
 from distill.data import Document
 from distill.likeliest import Likeliest, likeliest
 from engine.config import CPU_BLOCK, CUDA_PAGE
-from engine.core.step import ForwardPlan
+from engine.core.step import ForwardInput
 from engine.model.load import Model
 from engine.model.runner import ModelRunner
 
@@ -94,13 +94,13 @@ class Rows:
     counts: npt.NDArray[np.int32]
     """[S]."""
 
-    def plan(self, block_size: int, blocks_per_slot: int) -> ForwardPlan:
+    def plan(self, block_size: int, blocks_per_slot: int) -> ForwardInput:
         """Every slot has its own run of blocks, the first after block 0."""
         reads = np.array([slot.num_read for slot in self.slots], np.int32)
         num_rows, ends = int(self.counts.sum()), np.cumsum(self.counts, dtype=np.int32)
         positions = np.arange(num_rows, dtype=np.int32) + np.repeat(reads - ends + self.counts, self.counts)
         first_blocks = 1 + self.indices * blocks_per_slot
-        return ForwardPlan(
+        return ForwardInput(
             token_ids=np.array(
                 [
                     token

@@ -27,12 +27,12 @@ from deployments.http.access import Access
 from deployments.http.app import build_api
 from deployments.http.keys import KeyEntry, KeyRing, hash_key
 from deployments.openai.requests import ChatBody, CompletionBody
-from engine.core.step import ForwardPlan
+from engine.core.step import ForwardInput
 from engine.draft.messages import AnswerRow, Order, OrderRow
 from engine.draft_buffer.control_block import DraftBlock
 from engine.draft_buffer.layout import BufferSpec, CorruptBlock, block_bytes
 from engine.errors import EngineError, ShardDown
-from engine.ipc.forward_ring import PlanRing, PlanSpec, ring_bytes
+from engine.ipc.forward_ring import ForwardRing, ForwardRingSpec, ring_bytes
 from engine.ipc.replica_socket import ShardSocket
 from engine.ipc.wire import (
     HEADER,
@@ -274,12 +274,12 @@ def test_a_scribbled_draft_buffer_is_noticed_or_harmless(places: list[tuple[int,
 @sample(250)
 @given(places=st.lists(st.tuples(st.integers(0, 4000), WORDS), min_size=1, max_size=5), near=st.booleans())
 def test_a_scribbled_plan_ring_is_noticed_or_in_bounds(places: list[tuple[int, int]], near: bool) -> None:
-    spec = PlanSpec(max_rows=8, max_spans=4, max_blocks_per_span=4)
+    spec = ForwardRingSpec(max_rows=8, max_spans=4, max_blocks_per_span=4)
     buffer = mmap.mmap(-1, ring_bytes(spec, 1))
-    ring = PlanRing(buffer, spec, 1)
+    ring = ForwardRing(buffer, spec, 1)
     ring.initialize()
     few = np.arange(3, dtype=np.int32)
-    plan = ForwardPlan(few, few, few, few[1:2], few[2:3], few[:2].reshape(1, 2), few[:1])
+    plan = ForwardInput(few, few, few, few[1:2], few[2:3], few[:2].reshape(1, 2), few[:1])
     ring.write(1, 1, plan)
     scribbled(buffer, places, 64 if near else 1 << 30)
     try:

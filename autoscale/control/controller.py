@@ -17,7 +17,7 @@ from autoscale.control.priors import PriorPool
 from autoscale.control.report import Observation
 from autoscale.replicas.decision import ReplicaDecision
 from engine.config import PolicyName, SpeculativeConfig
-from engine.core.pacing import Plan
+from engine.core.pacing import SpeculationPlan
 
 PRIORS_PERIOD_S = 1.0
 """How often new priors go out."""
@@ -32,10 +32,10 @@ class EngineReport:
     """Monotonic time."""
 
 
-def initial_plan(config: SpeculativeConfig) -> Plan:
+def initial_plan(config: SpeculativeConfig) -> SpeculationPlan:
     """The plan an engine starts with, from its settings."""
     policy = "off" if config.method == "none" or config.k == 0 else config.policy
-    return Plan(version=1, policy=policy, max_k=config.k, max_batch=config.threshold_max_batch)
+    return SpeculationPlan(version=1, policy=policy, max_k=config.k, max_batch=config.threshold_max_batch)
 
 
 class Controller:
@@ -45,7 +45,7 @@ class Controller:
         plan: the first plan.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: SpeculationPlan) -> None:
         self._plan = plan
         self._pool = PriorPool()
         self._pooled_s = -math.inf
@@ -53,7 +53,7 @@ class Controller:
         self._history = History()
         self._replicas: ReplicaDecision | None = None
 
-    def report(self, engine_id: str, observation: Observation, plan: Plan | None = None) -> Plan:
+    def report(self, engine_id: str, observation: Observation, plan: SpeculationPlan | None = None) -> SpeculationPlan:
         """Take what an engine did since its last report; answer with the plan in force.
 
         Args:
@@ -66,7 +66,7 @@ class Controller:
         self._history.add(engine_id, observation, self._plan, time.time())
         return self._plan
 
-    def _learn(self, observation: Observation, plan: Plan | None) -> None:
+    def _learn(self, observation: Observation, plan: SpeculationPlan | None) -> None:
         if self._pool.is_empty and plan is not None:
             self._pool.adopt(plan.priors)
         self._pool.add(observation.by_kind)
@@ -82,14 +82,14 @@ class Controller:
         max_k: int | None = None,
         max_batch: int | None = None,
         enabled: bool | None = None,
-    ) -> Plan:
+    ) -> SpeculationPlan:
         """Change what is given, for every engine from its next report on; answers with the new plan."""
         given = {"policy": policy, "max_k": max_k, "max_batch": max_batch, "enabled": enabled}
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         self._plan = replace(self._plan, version=self._plan.version + 1, **changes)
         return self._plan
 
-    def plan(self) -> Plan:
+    def plan(self) -> SpeculationPlan:
         return self._plan
 
     def scaled(self, decision: ReplicaDecision) -> None:

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from autoscale.control.report import Observation, combine
-from engine.core.pacing import Plan
+from engine.core.pacing import SpeculationPlan
 
 KEPT_S = 600
 """Seconds of history."""
@@ -31,7 +31,7 @@ class PlanChange:
 
     time_s: float
     """Unix time."""
-    plan: Plan
+    plan: SpeculationPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class HistoryView:
     """Unix time of the answer."""
     num_engines: int
     """Engines that have reported within what is kept."""
-    plan: Plan
+    plan: SpeculationPlan
     """In force now."""
     seconds: tuple[Second, ...]
     """Those in which a step ended, in order; the last one may still grow."""
@@ -57,7 +57,7 @@ class History:
         self._changes: deque[PlanChange] = deque(maxlen=KEPT_S)
         self._last_report_s: dict[str, float] = {}
 
-    def add(self, engine_id: str, observation: Observation, plan: Plan, now_s: float) -> None:
+    def add(self, engine_id: str, observation: Observation, plan: SpeculationPlan, now_s: float) -> None:
         """Take one report, and the plan that it was answered with.
 
         Args:
@@ -77,7 +77,7 @@ class History:
         else:
             self._seconds.append(Second(second, observation))
 
-    def view(self, since_s: float, plan: Plan, now_s: float) -> HistoryView:
+    def view(self, since_s: float, plan: SpeculationPlan, now_s: float) -> HistoryView:
         """What happened at `since_s` or later, as far as it is kept."""
         begin_s = max(since_s, now_s - KEPT_S)
         self._last_report_s = {key: at for key, at in self._last_report_s.items() if at >= now_s - KEPT_S}
@@ -91,6 +91,6 @@ class History:
         )
 
 
-def _command(plan: Plan) -> Plan:
+def _command(plan: SpeculationPlan) -> SpeculationPlan:
     """What a plan orders; priors are too much for a page that asks every second."""
     return replace(plan, priors=())

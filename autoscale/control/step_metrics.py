@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from autoscale.policy.allocation import Allocation
 from autoscale.policy.goodput import Goodput
-from engine.core.pacing import Plan
+from engine.core.pacing import SpeculationPlan
 from engine.core.stats import StepStats
 from engine.core.step import DraftSource
 from engine.messages import WorkloadClass
@@ -28,7 +28,7 @@ class _Record(Struct, frozen=True, gc=False):
     """A step with the pacer's state right after it."""
 
     stats: StepStats
-    plan: Plan
+    plan: SpeculationPlan
     predicted: Allocation | None
     cost_s: float
     """Duration that the cost model expected of exactly this step."""
@@ -47,7 +47,7 @@ class StepRecorder:
         plan: in force.
     """
 
-    def __init__(self, goodput: Goodput, plan: Callable[[], Plan]) -> None:
+    def __init__(self, goodput: Goodput, plan: Callable[[], SpeculationPlan]) -> None:
         self._goodput = goodput
         self._plan = plan
         self._ledger = Ledger()

@@ -18,7 +18,7 @@ from autoscale.policy.cost_model import BATCH_KNOTS, ROW_KNOTS, CostModel, CostT
 from autoscale.policy.lookup_k import FreeDrafts
 from autoscale.policy.switch import Mode, Toggle, ToggleParams
 from engine.config import DRAFT_METHODS, MAX_K
-from engine.core.pacing import NUM_MATCH_CLASSES, Choice, Plan, Prior
+from engine.core.pacing import NUM_MATCH_CLASSES, Choice, Prior, SpeculationPlan
 from engine.core.request import Request
 from engine.core.stats import StepStats
 
@@ -97,7 +97,7 @@ class Goodput:
         self._price = 0.0
         self._free_ks: list[tuple[int, ...]] = []
         self._kept: Sequence[Choice] = ()
-        self._kept_plan: Plan | None = None
+        self._kept_plan: SpeculationPlan | None = None
         self._kept_place: tuple[Sequence[int], int] = ((), 0)  # keys of the batch, rows of prompts
         self._kept_steps = 0
         self._idle: Choice | None = None  # while off: what everybody gets, whoever comes and goes
@@ -113,7 +113,7 @@ class Goodput:
         """Requests something is remembered of."""
         return max(len(self._known), self.acceptance.num_tracked)
 
-    def choose(self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
+    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
         width = min(plan.max_k, self._max_k)
         if not decodes or width == 0:
             self.predicted = None
@@ -133,7 +133,7 @@ class Goodput:
         return self._kept
 
     def _choose(
-        self, plan: Plan, decodes: Sequence[Request], keys: list[int], num_prefill_rows: int, width: int
+        self, plan: SpeculationPlan, decodes: Sequence[Request], keys: list[int], num_prefill_rows: int, width: int
     ) -> Sequence[Choice]:
         if plan.priors is not self._priors:
             self._priors = plan.priors

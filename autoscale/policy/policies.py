@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from engine.config import PolicyName
-from engine.core.pacing import Choice, Pacer, Plan
+from engine.core.pacing import Choice, Pacer, SpeculationPlan
 from engine.core.request import Request
 from engine.core.stats import StepStats
 
@@ -18,7 +18,7 @@ from engine.core.stats import StepStats
 class Off:
     """Never draft."""
 
-    def choose(self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
+    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
         del plan, num_prefill_rows
         return [Choice(0, "off")] * len(decodes)
 
@@ -30,7 +30,7 @@ class Off:
 class Fixed:
     """The same K always."""
 
-    def choose(self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
+    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
         del num_prefill_rows
         return [Choice(plan.max_k, "plan")] * len(decodes)
 
@@ -52,7 +52,7 @@ class Threshold:
         self._rung = 0
         self._accepted: deque[float] = deque(maxlen=window)
 
-    def choose(self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
+    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
         del num_prefill_rows
         if len(decodes) >= plan.max_batch:
             return [Choice(0, "batch")] * len(decodes)
@@ -91,7 +91,7 @@ class PolicyPacer:
             "goodput": goodput,
         }
 
-    def choose(self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
+    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
         policy = plan.policy if plan.enabled else "off"
         return self._policies[policy].choose(plan, decodes, num_prefill_rows)
 

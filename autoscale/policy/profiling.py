@@ -22,7 +22,7 @@ import numpy as np
 
 from autoscale.policy.cost_curve import Curves, Points
 from autoscale.policy.cost_model import BATCH_KNOTS, ROW_KNOTS, CostTable
-from engine.core.step import ForwardPlan
+from engine.core.step import ForwardInput
 from engine.draft.messages import Answer, OrderRow
 from engine.sampling.row_sampling import Law
 
@@ -42,7 +42,7 @@ _PROFILE_KEY = 1 << 62
 
 
 def profile_target(
-    forward: Callable[[ForwardPlan], object],
+    forward: Callable[[ForwardInput], object],
     *,
     block_size: int,
     num_blocks: int,
@@ -84,7 +84,7 @@ def profile_target(
 
 def still_holds(
     table: CostTable,
-    forward: Callable[[ForwardPlan], object],
+    forward: Callable[[ForwardInput], object],
     *,
     block_size: int,
     num_blocks: int,
@@ -161,13 +161,13 @@ class _Limits:
 
 
 def _fastest(
-    forward: Callable[[ForwardPlan], object], limits: _Limits, jobs: Sequence[tuple[int, int]]
+    forward: Callable[[ForwardInput], object], limits: _Limits, jobs: Sequence[tuple[int, int]]
 ) -> dict[tuple[int, int], float]:
     """Seconds of a forward per (rows, cached tokens per span); without those that do not fit.
 
     Jobs take turns and the fastest of each counts, because whatever else the machine does only ever adds time.
     """
-    plans: dict[tuple[int, int], ForwardPlan] = {}
+    plans: dict[tuple[int, int], ForwardInput] = {}
     for rows, context in jobs:
         num_spans = limits.spans(rows)
         q_lens = [rows // num_spans + (index < rows % num_spans) for index in range(num_spans)]
@@ -190,14 +190,14 @@ def _order(key: int, start: int, num_feed: int, k: int) -> OrderRow:
     return OrderRow(key, start, (1,) * num_feed, k, Law(0.0, 1.0, 0, 0, False))
 
 
-def _plan(q_lens: Sequence[int], context: int, width: int, block_size: int) -> ForwardPlan:
+def _plan(q_lens: Sequence[int], context: int, width: int, block_size: int) -> ForwardInput:
     """Spans of these many rows after `context` tokens each, every span in blocks of its own."""
     spans = len(q_lens)
     tables = (1 + np.arange(spans * width, dtype=np.int32)).reshape(spans, width)
     positions = [np.arange(context, context + length, dtype=np.int32) for length in q_lens]
     slots = [tables[i, at // block_size] * block_size + at % block_size for i, at in enumerate(positions)]
     rows = sum(q_lens)
-    return ForwardPlan(
+    return ForwardInput(
         token_ids=np.ones(rows, dtype=np.int32),
         positions=np.concatenate(positions),
         slots=np.concatenate(slots).astype(np.int32),

@@ -12,7 +12,7 @@ import numpy as np
 from autoscale.policy.allocation import allocate
 from autoscale.policy.goodput import Goodput
 from autoscale.replicas.decision import BATCHES
-from engine.core.pacing import Plan
+from engine.core.pacing import SpeculationPlan
 from engine.core.stats import StepStats
 
 MEMORY = 0.995
@@ -42,7 +42,7 @@ class Outlook:
         self._contexts = MEMORY * self._contexts + stats.context_len
         self._decodes = MEMORY * self._decodes + stats.num_decodes
 
-    def tpot_s(self, plan: Plan) -> tuple[float, ...]:
+    def tpot_s(self, plan: SpeculationPlan) -> tuple[float, ...]:
         """Seconds per output token of a request at each of BATCHES, under this plan. From any thread."""
         factor = 1.0
         if self._tokens > 0 and self._steps_s > 0:
@@ -51,7 +51,7 @@ class Outlook:
         factor = min(MOST, max(LEAST, factor))
         return tuple(factor * self._decoding(batch, plan) for batch in BATCHES)
 
-    def _decoding(self, batch: float, plan: Plan) -> float:
+    def _decoding(self, batch: float, plan: SpeculationPlan) -> float:
         """Without prompts."""
         cost, whole = self._goodput.cost, max(1, round(batch))
         context = batch * (self._contexts / self._decodes if self._decodes else 0.0)

@@ -6,7 +6,7 @@ from autoscale.policy.cost_model import CostTable
 from autoscale.policy.goodput import make_goodput
 from autoscale.policy.policies import Fixed, Off, Threshold
 from autoscale.simulation.simulator import Oracle, Outcome, Simulation, Workload
-from engine.core.pacing import Pacer, Plan
+from engine.core.pacing import Pacer, SpeculationPlan
 
 FIXED_KS = {"off": 0, "fixed 2": 2, "fixed 4": 4, "fixed 8": 8}
 FIXED_COLUMNS = tuple(FIXED_KS)
@@ -25,12 +25,12 @@ def compare(
         duration_s: simulated seconds.
         seed: the same random load for everybody.
     """
-    runs: dict[str, tuple[Pacer, Plan]] = {
-        name: (Fixed() if k else Off(), Plan(policy="fixed", max_k=k)) for name, k in FIXED_KS.items()
+    runs: dict[str, tuple[Pacer, SpeculationPlan]] = {
+        name: (Fixed() if k else Off(), SpeculationPlan(policy="fixed", max_k=k)) for name, k in FIXED_KS.items()
     }
-    runs["threshold"] = (Threshold(), Plan(policy="threshold", max_k=OPERATORS_K, max_batch=OPERATORS_BATCH))
-    runs["goodput"] = (make_goodput("draft_model", max_k, table), Plan(max_k=max_k))
-    runs["oracle"] = (Oracle(table, max_k), Plan(max_k=max_k))
+    runs["threshold"] = (Threshold(), SpeculationPlan(policy="threshold", max_k=OPERATORS_K, max_batch=OPERATORS_BATCH))
+    runs["goodput"] = (make_goodput("draft_model", max_k, table), SpeculationPlan(max_k=max_k))
+    runs["oracle"] = (Oracle(table, max_k), SpeculationPlan(max_k=max_k))
     return {
         name: Simulation(table, workload, lambda _: streams, seed=seed).run(pacer, plan, duration_s)
         for name, (pacer, plan) in runs.items()

@@ -14,7 +14,7 @@ import numpy as np
 
 from autoscale.policy.allocation import allocate
 from autoscale.policy.cost_model import CostModel, CostTable
-from engine.core.pacing import Choice, Pacer, Plan
+from engine.core.pacing import Choice, Pacer, SpeculationPlan
 from engine.core.request import Request
 from engine.core.stats import RowOutcome, StepStats
 from engine.messages import SamplingParams, Submit
@@ -94,7 +94,7 @@ class Simulation:
         self._factor = 1.0
         self._read: dict[int, int] = {}  # request key -> tokens the draft has read
 
-    def run(self, pacer: Pacer, plan: Plan, duration_s: float) -> Outcome:
+    def run(self, pacer: Pacer, plan: SpeculationPlan, duration_s: float) -> Outcome:
         """Serve for `duration_s` simulated seconds."""
         rng = np.random.default_rng(self._seed)
         live: list[Request] = []
@@ -241,7 +241,7 @@ class Oracle:
         self._cost = CostModel(table)
         self._max_k = max_k
 
-    def choose(self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
+    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
         """Replaced by `with_truth`."""
         del plan, num_prefill_rows
         return [Choice(0, "off")] * len(decodes)
@@ -250,7 +250,7 @@ class Oracle:
         """Nothing left to learn."""
         del stats
 
-    def with_truth(self, plan: Plan, live: Sequence[Request], truth: dict[int, float]) -> Sequence[Choice]:
+    def with_truth(self, plan: SpeculationPlan, live: Sequence[Request], truth: dict[int, float]) -> Sequence[Choice]:
         """The best K for each request."""
         del plan
         powers = np.arange(1.0, self._max_k + 1)

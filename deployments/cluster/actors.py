@@ -28,7 +28,7 @@ from autoscale.replicas.decision import ReplicaReading
 from autoscale.replicas.tpot_estimate import Outlook
 from deployments.cluster.placement import CONTROLLER_NAMESPACE, controller_name
 from engine.checkpoint.store import cache_folder
-from engine.core.pacing import Plan, PlanSlot
+from engine.core.pacing import PlanSlot, SpeculationPlan
 from engine.core.stats import StepStats
 from engine.draft.messages import Answer, OrderRow
 from engine.draft.remote import DraftLink
@@ -195,12 +195,12 @@ class ControllerLink:
             self._recorder.fold()
             self._slot.current = self._exchange(self._slot.current)
 
-    def _exchange(self, plan: Plan) -> Plan:
+    def _exchange(self, plan: SpeculationPlan) -> SpeculationPlan:
         try:
             if self._controller is None:
                 self._controller = ray.get_actor(self._name, namespace=CONTROLLER_NAMESPACE)
             report = self._controller.report.remote(self._engine_id, self._aggregator.take(), plan)
-            fresh: Plan = ray.get(report, timeout=2.0)
+            fresh: SpeculationPlan = ray.get(report, timeout=2.0)
         except (RayError, GetTimeoutError, ValueError) as error:  # ValueError: no actor of that name
             _log.debug("no word from the controller: %s", error)
             self._controller = None

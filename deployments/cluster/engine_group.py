@@ -30,7 +30,7 @@ from deployments.cluster.target_supervisor import TargetSupervisor
 from deployments.engine_client import Health
 from deployments.settings import AppSettings
 from engine.checkpoint.model_config import ModelConfig
-from engine.core.pacing import Plan
+from engine.core.pacing import SpeculationPlan
 from engine.errors import EngineUnavailable
 from engine.ipc.wire import DraftStatus
 from engine.metrics.counters import Ledger, Readings, merge
@@ -172,14 +172,14 @@ class EngineGroup:
             return None
         return reading
 
-    async def plan(self) -> Plan:
+    async def plan(self) -> SpeculationPlan:
         """The plan in force. Raises EngineUnavailable when the controller does not answer."""
-        plan: Plan = await self._ask_controller("plan", CONTROLLER_TIMEOUT_S)
+        plan: SpeculationPlan = await self._ask_controller("plan", CONTROLLER_TIMEOUT_S)
         return plan
 
-    async def override(self, changes: dict[str, Any]) -> Plan:
+    async def override(self, changes: dict[str, Any]) -> SpeculationPlan:
         """Change fields of the plan; answers with the new one. Raises as `plan`."""
-        plan: Plan = await self._ask_controller("override", CONTROLLER_TIMEOUT_S, **changes)
+        plan: SpeculationPlan = await self._ask_controller("override", CONTROLLER_TIMEOUT_S, **changes)
         return plan
 
     async def _ask_controller(self, method: str, timeout_s: float, *values: Any, **arguments: Any) -> Any:

@@ -23,7 +23,7 @@ from deployments.errors import encode_error, from_validation
 from deployments.http.connection import read_body
 from deployments.monitoring.timelines import Timeline
 from engine.config import PolicyName
-from engine.core.pacing import Plan
+from engine.core.pacing import SpeculationPlan
 from engine.errors import InvalidRequest
 
 ADMIN_KEY_ENV = "PACELINE_ADMIN_KEY"
@@ -40,9 +40,9 @@ class AdminDependencies:
     """All that the routes need from outside."""
 
     key: str | None
-    plan: Callable[[], Awaitable[Plan]]
+    plan: Callable[[], Awaitable[SpeculationPlan]]
     """The plan in force; may raise EngineUnavailable."""
-    override: Callable[[dict[str, Any]], Awaitable[Plan]]
+    override: Callable[[dict[str, Any]], Awaitable[SpeculationPlan]]
     """Change fields of the plan; answers with the new one."""
     max_k: int
     """Configured `speculative.k`: no plan may ask for more."""
@@ -130,5 +130,5 @@ def _error(status: int, message: str, code: str) -> Response:
     return Response(body, status, media_type="application/json")
 
 
-def _plan_json(plan: Plan) -> Response:
+def _plan_json(plan: SpeculationPlan) -> Response:
     return Response(msgspec.json.encode(asdict(plan)), media_type="application/json")

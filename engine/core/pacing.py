@@ -31,7 +31,7 @@ class Prior:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class SpeculationPlan:
     """The pace in force. A dead controller leaves the last one."""
 
     version: int = 0
@@ -49,7 +49,7 @@ class Plan:
 class PlanSlot:
     """Holds the plan in force; whoever hears from the controller sets it, the loop reads it."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: SpeculationPlan) -> None:
         self.current = plan
 
 
@@ -81,7 +81,7 @@ class Choice:
 class Pacer(Protocol):
     """Chooses K per request and step; a pure function of plan, batch and what it has observed."""
 
-    def choose(self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
+    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
         """One choice per request, in order; 0 <= k <= plan.max_k.
 
         Args:

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from msgspec import Struct
 
-from engine.core.step import Batch, Draft, ForwardPlan, Span
+from engine.core.step import Batch, Draft, ForwardInput, Span
 
-Forward = Callable[[ForwardPlan], torch.Tensor]
+Forward = Callable[[ForwardInput], torch.Tensor]
 """A model over its cache: plan in, logits [R, vocab] float32 out."""
 
 
@@ -34,7 +34,7 @@ class SpanRows(Struct, frozen=True, gc=False):
     """Of its rows, where cells and positions differ."""
 
 
-def pack_spans(spans: Sequence[SpanRows], block_size: int) -> ForwardPlan:
+def pack_spans(spans: Sequence[SpanRows], block_size: int) -> ForwardInput:
     """The integers of a forward over these spans."""
     q_lens = np.array([len(span.token_ids) for span in spans], dtype=np.int32)
     starts = np.array([span.start for span in spans], dtype=np.int32)
@@ -52,7 +52,7 @@ def pack_spans(spans: Sequence[SpanRows], block_size: int) -> ForwardPlan:
     positions = cells
     if any(span.positions is not None for span in spans):
         positions = np.concatenate([_positions(span) for span in spans])
-    return ForwardPlan(
+    return ForwardInput(
         token_ids=np.array(token_ids, dtype=np.int32),
         positions=positions.astype(np.int32),
         slots=slots.astype(np.int32),
@@ -67,7 +67,7 @@ def _positions(span: SpanRows) -> Sequence[int]:
     return range(span.start, span.start + len(span.token_ids)) if span.positions is None else span.positions
 
 
-def plan_forward(batch: Batch, draft: Draft, block_size: int) -> ForwardPlan:
+def pack_step(batch: Batch, draft: Draft, block_size: int) -> ForwardInput:
     """The target's forward of one step: per span its committed rows, then its drafts.
 
     Logits are wanted of rows that score the prompt, then of those that yield tokens; together they end the span.

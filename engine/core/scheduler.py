@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from engine.core.block_pool import BlockPool
-from engine.core.pacing import Pacer, Plan
+from engine.core.pacing import Pacer, SpeculationPlan
 from engine.core.request import Request
 from engine.core.step import Batch, KReason, Span
 from engine.core.waiting_queue import WaitingQueue
@@ -38,7 +38,7 @@ class Scheduler:
         pool: BlockPool,
         *,
         pacer: Pacer,
-        plan: Callable[[], Plan],
+        plan: Callable[[], SpeculationPlan],
         max_num_requests: int,
         max_step_tokens: int,
         max_model_len: int,

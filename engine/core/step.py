@@ -124,7 +124,7 @@ class Verdict(Struct, frozen=True, gc=False):
     sample_s: float = 0.0
 
 
-class ForwardPlan(Struct, frozen=True, gc=False):
+class ForwardInput(Struct, frozen=True, gc=False):
     """One forward of a model over S spans with N rows in all, as integers: what every shard needs and no more.
 
     The same for prefill, decode and verify: the rows of span s are the last q_lens[s] of its kv_lens[s] tokens.

@@ -19,7 +19,7 @@ import torch
 from msgspec.structs import replace
 
 from engine.core.acceptance import _compare, _Job, _reject_all, _target_choices, _with_prompt
-from engine.core.packing import Forward, plan_forward, prompt_rows
+from engine.core.packing import Forward, pack_step, prompt_rows
 from engine.core.step import Batch, Draft, RowVerdict, Span, Verdict
 from engine.sampling.logits_processor import Shaper
 from engine.sampling.logprobs import score
@@ -44,7 +44,7 @@ class Verifier:
             ShardDown: when a target shard does not answer.
         """
         begin = time.perf_counter()
-        logits = self._forward(plan_forward(batch, draft, self._block_size))
+        logits = self._forward(pack_step(batch, draft, self._block_size))
         forwarded = time.perf_counter()
         rows = judge(logits, batch.spans, draft)
         return Verdict(rows, verify_s=forwarded - begin, sample_s=time.perf_counter() - forwarded)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.core.packing import Forward
-from engine.core.step import ForwardPlan
+from engine.core.step import ForwardInput
 from engine.errors import EngineError
 from engine.model.decoder import LayerCache
 from engine.model.eagle_head import EagleHead
@@ -50,7 +50,7 @@ class Architecture(Protocol):
     reads_features: bool
     """Whether a committed token has a cell only together with the target's features at the position before it."""
 
-    def read(self, plan: ForwardPlan, features: torch.Tensor | None) -> Outputs:
+    def read(self, forward_input: ForwardInput, features: torch.Tensor | None) -> Outputs:
         """Compute the cells of committed tokens.
 
         Args:
@@ -58,7 +58,7 @@ class Architecture(Protocol):
         """
         ...
 
-    def go_on(self, plan: ForwardPlan, carried: torch.Tensor | None) -> Outputs:
+    def go_on(self, forward_input: ForwardInput, carried: torch.Tensor | None) -> Outputs:
         """Compute one cell per span, of the token drafted last, with what its last row carried."""
         ...
 
@@ -75,13 +75,13 @@ class PlainArchitecture:
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
 
-    def read(self, plan: ForwardPlan, features: torch.Tensor | None) -> Outputs:
+    def read(self, forward_input: ForwardInput, features: torch.Tensor | None) -> Outputs:
         del features
-        return Outputs(self._forward(plan))
+        return Outputs(self._forward(forward_input))
 
-    def go_on(self, plan: ForwardPlan, carried: torch.Tensor | None) -> Outputs:
+    def go_on(self, forward_input: ForwardInput, carried: torch.Tensor | None) -> Outputs:
         del carried
-        return Outputs(self._forward(plan))
+        return Outputs(self._forward(forward_input))
 
 
 class EagleArchitecture:
@@ -101,18 +101,18 @@ class EagleArchitecture:
         self._caches = caches
         self._table = self._token_table() if decoder.device.type == "cpu" else None
 
-    def read(self, plan: ForwardPlan, features: torch.Tensor | None) -> Outputs:
+    def read(self, forward_input: ForwardInput, features: torch.Tensor | None) -> Outputs:
         if features is None:
             raise EngineError("an eagle draft reads committed tokens with features only")
-        return self._forward(plan, self._head.committed(self._tokens(plan), features))
+        return self._forward(forward_input, self._head.committed(self._tokens(forward_input), features))
 
-    def go_on(self, plan: ForwardPlan, carried: torch.Tensor | None) -> Outputs:
+    def go_on(self, forward_input: ForwardInput, carried: torch.Tensor | None) -> Outputs:
         if carried is None:
             raise EngineError("an eagle draft goes on from its own output only")
-        return self._forward(plan, self._head.drafted(self._tokens(plan), carried))
+        return self._forward(forward_input, self._head.drafted(self._tokens(forward_input), carried))
 
-    def _tokens(self, plan: ForwardPlan) -> torch.Tensor:
-        ids = self._index(plan.token_ids)
+    def _tokens(self, forward_input: ForwardInput) -> torch.Tensor:
+        ids = self._index(forward_input.token_ids)
         if self._table is not None:
             return F.embedding(ids, self._table)
         return self._head.tokens(F.embedding(ids, self._decoder.embedding))
@@ -123,13 +123,13 @@ class EagleArchitecture:
         parts = torch.split(self._decoder.embedding, _TABLE_ROWS)
         return torch.cat([self._head.tokens(part) for part in parts])
 
-    def _forward(self, plan: ForwardPlan, entering: torch.Tensor) -> Outputs:
-        result = self._decoder.forward(plan, self._caches, entering)
+    def _forward(self, forward_input: ForwardInput, entering: torch.Tensor) -> Outputs:
+        result = self._decoder.forward(forward_input, self._caches, entering)
         if result.logits is None or result.hidden is None:
             raise EngineError("the draft got no logits")
         hidden = result.hidden
-        if len(plan.logit_rows) < len(plan.token_ids):
-            hidden = hidden.index_select(0, self._index(plan.logit_rows))
+        if len(forward_input.logit_rows) < len(forward_input.token_ids):
+            hidden = hidden.index_select(0, self._index(forward_input.logit_rows))
         return Outputs(result.logits, hidden)
 
     def _index(self, values: np.ndarray[tuple[int], np.dtype[np.int32]]) -> torch.Tensor:

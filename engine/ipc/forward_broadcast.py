@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.core.step import ForwardPlan
+from engine.core.step import ForwardInput
 from engine.errors import ConfigError, ShardDown
 from engine.ipc.doorbell import DEFAULT_SPIN_S, Doorbell
-from engine.ipc.forward_ring import RING_VERSION, PlanRing, PlanSpec, ring_bytes
+from engine.ipc.forward_ring import RING_VERSION, ForwardRing, ForwardRingSpec, ring_bytes
 from engine.ipc.shared_memory import Host, PeerGone, Rendezvous, SharedMemory, join
 
 __all__ = ["PlanHandle", "PlanReceiver", "PlanSender", "PlanSpec"]
@@ -25,17 +25,17 @@ _FAREWELL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class PlanHandle:
+class ForwardHandle:
     """What one shard needs to open its end; picklable."""
 
     node_id: str
     shard: int
     num_receivers: int
-    spec: PlanSpec
+    spec: ForwardRingSpec
     rendezvous: Rendezvous
 
 
-class PlanSender:
+class ForwardSender:
     """Shard 0's end. One thread uses it.
 
     Args:
@@ -45,24 +45,26 @@ class PlanSender:
         spin_s: seconds to spin before sleeping in a wait.
     """
 
-    def __init__(self, spec: PlanSpec, *, num_receivers: int, node_id: str, spin_s: float = DEFAULT_SPIN_S) -> None:
+    def __init__(
+        self, spec: ForwardRingSpec, *, num_receivers: int, node_id: str, spin_s: float = DEFAULT_SPIN_S
+    ) -> None:
         self.spec = spec
         self._num_receivers = num_receivers
         self._node_id = node_id
         self._spin_s = spin_s
         self._memory = SharedMemory.create(ring_bytes(spec, num_receivers))
-        self._ring = PlanRing(self._memory.buffer, spec, num_receivers)
+        self._ring = ForwardRing(self._memory.buffer, spec, num_receivers)
         self._ring.initialize()
         self._host = Host(self._memory, version=RING_VERSION, epoch=1, num_peers=num_receivers)
         self._doorbells: list[Doorbell] = []
         self._seq = 0
         self._closed = False
 
-    def handle(self, shard: int) -> PlanHandle:
-        """For `PlanReceiver.open` in the process of `shard`, 1..num_receivers."""
+    def handle(self, shard: int) -> ForwardHandle:
+        """For `ForwardReceiver.open` in the process of `shard`, 1..num_receivers."""
         if not 1 <= shard <= self._num_receivers:
             raise ValueError(f"shard: {shard} given, allowed are 1..{self._num_receivers}")
-        return PlanHandle(self._node_id, shard, self._num_receivers, self.spec, self._host.rendezvous(shard - 1))
+        return ForwardHandle(self._node_id, shard, self._num_receivers, self.spec, self._host.rendezvous(shard - 1))
 
     def wait_open(self, timeout_s: float) -> None:
         """Wait until every shard has opened its end.
@@ -82,7 +84,7 @@ class PlanSender:
         """Whether all shards have opened their ends and none is known to be dead; neither waits nor raises."""
         return len(self._doorbells) == self._num_receivers and all(bell.alive for bell in self._doorbells)
 
-    def send(self, step_id: int, plan: ForwardPlan, *, deadline_s: float) -> None:
+    def send(self, step_id: int, forward_input: ForwardInput, *, deadline_s: float) -> None:
         """Hand one step to every shard; waits while the slowest is `num_slots` steps behind.
 
         Args:
@@ -94,8 +96,8 @@ class PlanSender:
             ShardDown: a shard is dead or hung; names it.
             ValueError: the plan exceeds the ring's capacities or has another dtype.
         """
-        self._ring.check(plan)
-        self._send(step_id, plan, deadline_s)
+        self._ring.check(forward_input)
+        self._send(step_id, forward_input, deadline_s)
 
     def close(self) -> None:
         """Tell every shard that no more steps will come; idempotent."""
@@ -109,7 +111,7 @@ class PlanSender:
             doorbell.close()
         self._memory.close()
 
-    def _send(self, step_id: int, plan: ForwardPlan | None, deadline_s: float) -> None:
+    def _send(self, step_id: int, forward_input: ForwardInput | None, deadline_s: float) -> None:
         if len(self._doorbells) != self._num_receivers:
             raise ShardDown("the plan ring is not open")
         deadline = time.monotonic() + deadline_s
@@ -123,7 +125,7 @@ class PlanSender:
                     raise ShardDown(f"shard {peer + 1} has not taken a step plan within {deadline_s:g} s")
             except PeerGone as error:
                 raise ShardDown(f"shard {peer + 1} is dead: {error}") from None
-        self._ring.write(seq, step_id, plan)
+        self._ring.write(seq, step_id, forward_input)
         self._seq = seq
         for peer, doorbell in enumerate(self._doorbells):
             try:
@@ -136,13 +138,13 @@ class PlanSender:
         return lambda: ring.num_read(peer) >= oldest
 
 
-class PlanReceiver:
+class ForwardReceiver:
     """The end of a shard other than 0, made by `open`. One thread uses it."""
 
-    def __init__(self, handle: PlanHandle, memory: SharedMemory, doorbell: Doorbell) -> None:
+    def __init__(self, handle: ForwardHandle, memory: SharedMemory, doorbell: Doorbell) -> None:
         self._memory = memory
         self._doorbell = doorbell
-        self._ring = PlanRing(memory.buffer, handle.spec, handle.num_receivers)
+        self._ring = ForwardRing(memory.buffer, handle.spec, handle.num_receivers)
         self._num_slots = handle.spec.num_slots
         self._index = handle.shard - 1
         self._seq = 0
@@ -152,8 +154,8 @@ class PlanReceiver:
 
     @classmethod
     def open(
-        cls, handle: PlanHandle, *, node_id: str, timeout_s: float = 30.0, spin_s: float = DEFAULT_SPIN_S
-    ) -> PlanReceiver:
+        cls, handle: ForwardHandle, *, node_id: str, timeout_s: float = 30.0, spin_s: float = DEFAULT_SPIN_S
+    ) -> ForwardReceiver:
         """Map the ring.
 
         Raises:
@@ -177,7 +179,7 @@ class PlanReceiver:
             )
         return receiver
 
-    def receive(self, timeout_s: float) -> tuple[int, ForwardPlan] | None:
+    def receive(self, timeout_s: float) -> tuple[int, ForwardInput] | None:
         """The next step's number and plan; the arrays are this process's own copies.
 
         None if none comes within `timeout_s` seconds, or (then `closed` is set) none will come any more.
@@ -195,8 +197,8 @@ class PlanReceiver:
             raise ShardDown("shard 0 is gone") from None
         if ring.sent - self._seq > self._num_slots:
             raise ShardDown(f"the plan ring is corrupt: {ring.sent} steps sent, {self._seq} read")
-        step_id, plan = ring.read(seq)
-        if plan is None:
+        step_id, forward_input = ring.read(seq)
+        if forward_input is None:
             self.closed = True
             return None
         if self._step_id is not None and step_id != self._step_id + 1:
@@ -205,7 +207,7 @@ class PlanReceiver:
         ring.mark_read(self._index, seq)
         with contextlib.suppress(PeerGone):  # A sender that is gone is noticed at the next call.
             self._doorbell.ring()
-        return step_id, plan
+        return step_id, forward_input
 
     def close(self) -> None:
         """Idempotent. The sender notices at its next step."""

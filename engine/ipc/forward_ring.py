@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engine.core.step import ForwardPlan
+from engine.core.step import ForwardInput
 from engine.errors import ConfigError, ShardDown
 
 RING_VERSION = 1
@@ -26,7 +26,7 @@ _SLOT_WORDS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class PlanSpec:
+class ForwardRingSpec:
     """Capacity of the ring.
 
     Raises:
@@ -52,10 +52,10 @@ class PlanSpec:
         return 8 * _SLOT_WORDS + -(-4 * num_values // 64) * 64
 
 
-class PlanRing:
+class ForwardRing:
     """The mapped memory: the words of both sides, and the slots."""
 
-    def __init__(self, buffer: mmap.mmap, spec: PlanSpec, num_receivers: int) -> None:
+    def __init__(self, buffer: mmap.mmap, spec: ForwardRingSpec, num_receivers: int) -> None:
         self._spec = spec
         start = _header_bytes(num_receivers)
         self._words = memoryview(buffer)[:start].cast("q")
@@ -89,36 +89,36 @@ class PlanRing:
         """A receiver, from 0, has copied this slot out."""
         self._words[_READ + receiver * _LINE] = seq
 
-    def check(self, plan: ForwardPlan) -> None:
+    def check(self, forward_input: ForwardInput) -> None:
         """Raises ValueError if the plan exceeds the ring's capacities or does not hang together."""
         spec = self._spec
-        num_spans, width = plan.block_tables.shape
+        num_spans, width = forward_input.block_tables.shape
         for name, given, allowed in (
-            ("rows", len(plan.token_ids), spec.max_rows),
-            ("logit rows", len(plan.logit_rows), spec.max_rows),
+            ("rows", len(forward_input.token_ids), spec.max_rows),
+            ("logit rows", len(forward_input.logit_rows), spec.max_rows),
             ("spans", num_spans, spec.max_spans),
             ("blocks per span", width, spec.max_blocks_per_span),
         ):
             if given > allowed:
                 raise ValueError(f"step plan {name}: {given} given, allowed are {allowed}")
-        lengths = [part.size for part in _arrays(plan)]
-        if lengths[:5] != [len(plan.token_ids)] * 3 + [num_spans] * 2:
+        lengths = [part.size for part in _arrays(forward_input)]
+        if lengths[:5] != [len(forward_input.token_ids)] * 3 + [num_spans] * 2:
             raise ValueError(f"step plan: arrays of lengths {lengths} do not belong together")
-        if any(part.dtype != np.int32 for part in _arrays(plan)):
+        if any(part.dtype != np.int32 for part in _arrays(forward_input)):
             raise ValueError("step plan: every array must be of dtype int32")
 
-    def write(self, seq: int, step_id: int, plan: ForwardPlan | None) -> None:
+    def write(self, seq: int, step_id: int, forward_input: ForwardInput | None) -> None:
         """Fill the slot of `seq` and announce it; None says that no more will come."""
         index = seq % self._spec.num_slots
         words = self._slot_words[index]
         counts = (0, 0, 0, 0)
-        if plan is not None:
-            counts = (*plan.block_tables.shape, len(plan.token_ids), len(plan.logit_rows))
+        if forward_input is not None:
+            counts = (*forward_input.block_tables.shape, len(forward_input.token_ids), len(forward_input.logit_rows))
             values, end = self._values[index], 0
-            for part in _arrays(plan):
+            for part in _arrays(forward_input):
                 start, end = end, end + part.size
                 values[start:end] = part.reshape(-1)
-        words[1], words[2] = _KIND_END if plan is None else _KIND_PLAN, step_id
+        words[1], words[2] = _KIND_END if forward_input is None else _KIND_PLAN, step_id
         for place, count in enumerate(counts, start=3):
             words[place] = count
         words[0] = seq
@@ -126,7 +126,7 @@ class PlanRing:
         # `draft_buffer.control_block`).
         self._words[_SENT] = seq
 
-    def read(self, seq: int) -> tuple[int, ForwardPlan | None]:
+    def read(self, seq: int) -> tuple[int, ForwardInput | None]:
         """Copy the slot of `seq` out. Raises ShardDown if it cannot be what a healthy sender wrote."""
         index = seq % self._spec.num_slots
         found, kind, step_id, num_spans, width, num_rows, num_logits, _ = self._slot_words[index].tolist()
@@ -143,26 +143,26 @@ class PlanRing:
         values = self._values[index][: sum(sizes)].copy()
         parts = np.split(values, np.cumsum(sizes)[:-1])
         parts[5] = parts[5].reshape(num_spans, width)
-        return step_id, ForwardPlan(*parts)
+        return step_id, ForwardInput(*parts)
 
 
 def _header_bytes(num_receivers: int) -> int:
     return 8 * (_READ + _LINE * num_receivers)
 
 
-def ring_bytes(spec: PlanSpec, num_receivers: int) -> int:
+def ring_bytes(spec: ForwardRingSpec, num_receivers: int) -> int:
     """Bytes of the memory that all shards map."""
     return _header_bytes(num_receivers) + spec.num_slots * spec.slot_bytes
 
 
-def _arrays(plan: ForwardPlan) -> tuple[npt.NDArray[Any], ...]:
+def _arrays(forward_input: ForwardInput) -> tuple[npt.NDArray[Any], ...]:
     """In the order of ForwardPlan's fields."""
     return (
-        plan.token_ids,
-        plan.positions,
-        plan.slots,
-        plan.q_lens,
-        plan.kv_lens,
-        plan.block_tables,
-        plan.logit_rows,
+        forward_input.token_ids,
+        forward_input.positions,
+        forward_input.slots,
+        forward_input.q_lens,
+        forward_input.kv_lens,
+        forward_input.block_tables,
+        forward_input.logit_rows,
     )

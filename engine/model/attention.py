@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
-from engine.core.step import ForwardPlan
+from engine.core.step import ForwardInput
 from engine.errors import ConfigError
 from engine.model.attention_padded import PaddedAttention
 from engine.model.attention_varlen import VarlenAttention
@@ -27,7 +27,7 @@ AttentionKind = Literal["auto", "reference", "padded", "varlen"]
 class Attention(Protocol):
     """Attention over paged KV. `prepare` once per forward, `attend` once per layer with what it returned."""
 
-    def prepare(self, plan: ForwardPlan, *, block_size: int) -> Any:
+    def prepare(self, forward_input: ForwardInput, *, block_size: int) -> Any:
         """What `attend` needs of the plan, on the device."""
         ...
 
@@ -71,12 +71,12 @@ def make_attention(kind: AttentionKind, *, group_size: int, dtype: torch.dtype, 
 class ReferenceAttention:
     """One row and one head at a time, softmax in float32."""
 
-    def prepare(self, plan: ForwardPlan, *, block_size: int) -> ForwardPlan:
+    def prepare(self, forward_input: ForwardInput, *, block_size: int) -> ForwardInput:
         del block_size  # The cache's own shape tells it.
-        return plan
+        return forward_input
 
     def attend(
-        self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, prepared: ForwardPlan
+        self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, prepared: ForwardInput
     ) -> torch.Tensor:
         num_rows, num_heads, head_dim = query.shape
         _, block_size, num_kv_heads, _ = k_cache.shape

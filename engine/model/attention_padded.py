@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.core.step import ForwardPlan
+from engine.core.step import ForwardInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ class PaddedAttention:
         self._dtype = dtype
         self._device = device
 
-    def prepare(self, plan: ForwardPlan, *, block_size: int) -> list[_Group]:
-        starts = np.cumsum(plan.q_lens) - plan.q_lens
-        return [self._group(plan, members, starts, block_size) for members in self._partition(plan)]
+    def prepare(self, forward_input: ForwardInput, *, block_size: int) -> list[_Group]:
+        starts = np.cumsum(forward_input.q_lens) - forward_input.q_lens
+        return [self._group(forward_input, members, starts, block_size) for members in self._partition(forward_input)]
 
     def attend(
         self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, prepared: list[_Group]
@@ -74,25 +74,27 @@ class PaddedAttention:
             out[group.targets] = self._attend_group(query, k_cache, v_cache, group)
         return out
 
-    def _partition(self, plan: ForwardPlan) -> list[list[int]]:
+    def _partition(self, forward_input: ForwardInput) -> list[list[int]]:
         """Span numbers by group: short spans of like context, in order within a group; then long spans, alone."""
-        short = np.flatnonzero(plan.q_lens <= self.SHORT_SPAN)
+        short = np.flatnonzero(forward_input.q_lens <= self.SHORT_SPAN)
         groups: list[list[int]] = []
         num_tokens = 0
-        for span in short[np.argsort(plan.kv_lens[short], kind="stable")].tolist():
-            kv_len = int(plan.kv_lens[span])
+        for span in short[np.argsort(forward_input.kv_lens[short], kind="stable")].tolist():
+            kv_len = int(forward_input.kv_lens[span])
             if not groups or len(groups[-1]) * kv_len - num_tokens > self.MAX_PADDING:
                 groups.append([])
                 num_tokens = 0
             groups[-1].append(span)
             num_tokens += kv_len
-        long = np.flatnonzero(plan.q_lens > self.SHORT_SPAN).tolist()
+        long = np.flatnonzero(forward_input.q_lens > self.SHORT_SPAN).tolist()
         return [sorted(group) for group in groups] + [[span] for span in long]
 
-    def _group(self, plan: ForwardPlan, members: list[int], starts: np.ndarray[Any, Any], block_size: int) -> _Group:
-        q_lens, kv_lens = plan.q_lens[members], plan.kv_lens[members]
+    def _group(
+        self, forward_input: ForwardInput, members: list[int], starts: np.ndarray[Any, Any], block_size: int
+    ) -> _Group:
+        q_lens, kv_lens = forward_input.q_lens[members], forward_input.kv_lens[members]
         q_len, kv_len = int(q_lens.max()), int(kv_lens.max())
-        everything = len(members) == len(plan.q_lens)
+        everything = len(members) == len(forward_input.q_lens)
         uniform = bool((q_lens == q_len).all())
         # A padding slot repeats its span's last row, so that it sees at least one token and its result is dropped.
         offsets = np.minimum(np.arange(q_len)[None, :], q_lens[:, None] - 1)  # [B, Q]
@@ -107,7 +109,7 @@ class PaddedAttention:
             num_spans=len(members),
             q_len=q_len,
             kv_len=kv_len,
-            blocks=self._index(plan.block_tables[members, :width]),
+            blocks=self._index(forward_input.block_tables[members, :width]),
             rows=None if everything and uniform else self._index(rows),
             slots=None if uniform else self._index(np.flatnonzero(real)),
             targets=None if everything else self._index(rows[real]),

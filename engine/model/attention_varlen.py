@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.core.step import ForwardPlan
+from engine.core.step import ForwardInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,14 @@ class VarlenAttention:
         self._varlen_attn = varlen_attn
         self._device = device
 
-    def prepare(self, plan: ForwardPlan, *, block_size: int) -> _Varlen:
-        max_kv = int(plan.kv_lens.max())
-        cu_q = np.concatenate(([0], np.cumsum(plan.q_lens)))
+    def prepare(self, forward_input: ForwardInput, *, block_size: int) -> _Varlen:
+        max_kv = int(forward_input.kv_lens.max())
+        cu_q = np.concatenate(([0], np.cumsum(forward_input.q_lens)))
         return _Varlen(
             cu_q=self._int32(cu_q),
-            kv_lens=self._int32(plan.kv_lens),
-            block_tables=self._int32(plan.block_tables[:, : -(-max_kv // block_size)]),
-            max_q=int(plan.q_lens.max()),
+            kv_lens=self._int32(forward_input.kv_lens),
+            block_tables=self._int32(forward_input.block_tables[:, : -(-max_kv // block_size)]),
+            max_q=int(forward_input.q_lens.max()),
             max_kv=max_kv,
         )
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights import ShardSpec
-from engine.core.step import ForwardPlan
+from engine.core.step import ForwardInput
 from engine.model.attention import Attention
 from engine.model.collectives import Collectives
 from engine.model.device import Compute
@@ -133,7 +133,7 @@ class Decoder:
         return self.config.draft_vocab_size or self.config.vocab_size
 
     def forward(
-        self, plan: ForwardPlan, caches: list[LayerCache], embedded: torch.Tensor | None = None
+        self, forward_input: ForwardInput, caches: list[LayerCache], embedded: torch.Tensor | None = None
     ) -> ForwardResult:
         """Write K and V of all rows into the caches, and yield the logits of the rows asked for.
 
@@ -145,7 +145,7 @@ class Decoder:
         Raises:
             ShardDown: a peer shard is gone.
         """
-        inputs = self._inputs(plan, block_size=caches[0].keys.shape[1])
+        inputs = self._inputs(forward_input, block_size=caches[0].keys.shape[1])
         hidden = F.embedding(inputs.token_ids, self._weights.embedding) if embedded is None else embedded
         rotation = self._rope.at(inputs.positions)
         kept = []
@@ -159,16 +159,16 @@ class Decoder:
             hidden=torch.cat(kept, dim=1) if kept else None,
         )
 
-    def _inputs(self, plan: ForwardPlan, *, block_size: int) -> _Inputs:
+    def _inputs(self, forward_input: ForwardInput, *, block_size: int) -> _Inputs:
         def to_device(values: npt.NDArray[np.int32]) -> torch.Tensor:
             return torch.from_numpy(values.astype(np.int64)).to(self.device)
 
         return _Inputs(
-            token_ids=to_device(plan.token_ids),
-            positions=to_device(plan.positions),
-            slots=to_device(plan.slots),
-            logit_rows=to_device(plan.logit_rows),
-            attention=self._attention.prepare(plan, block_size=block_size),
+            token_ids=to_device(forward_input.token_ids),
+            positions=to_device(forward_input.positions),
+            slots=to_device(forward_input.slots),
+            logit_rows=to_device(forward_input.logit_rows),
+            attention=self._attention.prepare(forward_input, block_size=block_size),
         )
 
     def _attend(

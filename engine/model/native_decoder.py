@@ -16,10 +16,10 @@ import torch
 
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights import WHOLE
-from engine.core.step import ForwardPlan
+from engine.core.step import ForwardInput
 from engine.model.decoder import DecoderWeights, ForwardResult, Layer, LayerCache
 from engine.model.layers import PlainLinear
-from engine.model.native import LayerWeights, NativeUnavailable, Plan, Shape, load_library
+from engine.model.native import LayerWeights, NativeForward, NativeUnavailable, Shape, load_library
 from engine.model.rope import inverse_frequencies
 
 TILE = 16
@@ -99,27 +99,27 @@ class NativeDecoder:
         weakref.finalize(self, self._library.model_free, self._model)
 
     def forward(
-        self, plan: ForwardPlan, caches: list[LayerCache], embedded: torch.Tensor | None = None
+        self, forward_input: ForwardInput, caches: list[LayerCache], embedded: torch.Tensor | None = None
     ) -> ForwardResult:
         """As `Decoder.forward`; each row's result is the same whatever rows are beside it."""
         keys, values = self._cache_addresses(caches)
-        angles = torch.from_numpy(plan.positions)[:, None].float() * self._inverse_freq  # [N, head_dim / 2]
+        angles = torch.from_numpy(forward_input.positions)[:, None].float() * self._inverse_freq  # [N, head_dim / 2]
         cos, sin = angles.cos(), angles.sin()
         if embedded is not None:
             embedded = embedded.to(torch.bfloat16).contiguous()
-        num_rows, num_logits = len(plan.token_ids), len(plan.logit_rows)
+        num_rows, num_logits = len(forward_input.token_ids), len(forward_input.logit_rows)
         logits = torch.empty(num_logits, self.logit_width, dtype=torch.float32)
         width = len(self.feature_layers) * self.config.hidden_size
         features = torch.empty(num_rows, width, dtype=torch.bfloat16) if width else None
         integers = [
             np.ascontiguousarray(values, np.int32)
             for values in (
-                *(plan.token_ids, plan.slots, plan.q_lens, plan.kv_lens),
-                *(plan.block_tables, plan.logit_rows, self._feature_layers),
+                *(forward_input.token_ids, forward_input.slots, forward_input.q_lens, forward_input.kv_lens),
+                *(forward_input.block_tables, forward_input.logit_rows, self._feature_layers),
             )
         ]
-        native = Plan(
-            *(num_rows, len(plan.q_lens), plan.block_tables.shape[1], num_logits),
+        native = NativeForward(
+            *(num_rows, len(forward_input.q_lens), forward_input.block_tables.shape[1], num_logits),
             caches[0].keys.shape[1],
             len(self.feature_layers),
             *(array.ctypes.data for array in integers),

@@ -1,4 +1,4 @@
-"""Runs a model over its own paged KV cache, one `ForwardPlan` at a time.
+"""Runs a model over its own paged KV cache, one `ForwardInput` at a time.
 
 Owns the cache tensors; sizes the cache from the memory at hand.
 Knows nothing of requests: who holds which block is the block pool's business.
@@ -14,7 +14,7 @@ import torch
 
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights import WHOLE, ShardSpec
-from engine.core.step import ForwardPlan
+from engine.core.step import ForwardInput
 from engine.errors import ConfigError
 from engine.model.decoder import LayerCache
 from engine.model.device import keep_freed_memory
@@ -54,17 +54,17 @@ class ModelRunner:
             ]
 
     @torch.inference_mode()
-    def forward(self, plan: ForwardPlan) -> torch.Tensor | None:
+    def forward(self, forward_input: ForwardInput) -> torch.Tensor | None:
         """Compute a plan: write K and V of its rows, then attend, layer by layer.
 
         Returns:
-            [R, vocab] float32 logits of `plan.logit_rows` on rank 0, None on other ranks. `vocab` is the model's, or
-            `draft_vocab_size` for a draft that scores only some tokens.
+            [R, vocab] float32 logits of `forward_input.logit_rows` on rank 0, None on other ranks. `vocab` is the
+            model's, or `draft_vocab_size` for a draft that scores only some tokens.
 
         Raises:
             ShardDown: a peer shard is gone.
         """
-        result = self.model.forward(plan, self.caches)
+        result = self.model.forward(forward_input, self.caches)
         self.features = result.hidden
         return result.logits
 

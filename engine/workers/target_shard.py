@@ -27,17 +27,17 @@ from engine.config import DRAFT_METHODS, EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.core.committer import Committer
 from engine.core.engine import Engine, Streams
-from engine.core.pacing import Pacer, Plan
+from engine.core.pacing import Pacer, SpeculationPlan
 from engine.core.scheduler import Scheduler
 from engine.core.stats import StepStats
-from engine.core.step import ForwardPlan
+from engine.core.step import ForwardInput
 from engine.core.verifier import Verifier
 from engine.draft.messages import DraftInfo
 from engine.draft.methods import make_drafter
 from engine.draft.remote import DraftLink, RemoteDrafter
 from engine.draft_buffer.target_end import BufferHandle
 from engine.errors import EngineError, ShardDown
-from engine.ipc.forward_broadcast import PlanHandle, PlanReceiver, PlanSender, PlanSpec
+from engine.ipc.forward_broadcast import ForwardHandle, ForwardReceiver, ForwardRingSpec, ForwardSender
 from engine.ipc.replica_socket import ShardSocket
 from engine.ipc.wire import DraftStatus, EngineFailed, StepDeltas
 from engine.model.collectives import Collectives, Group, Solo, open_store
@@ -91,8 +91,8 @@ class TargetShard:
         self._collectives: Collectives = Solo()
         self._model: Model | None = None
         self._runner: ModelRunner | None = None
-        self._receiver: PlanReceiver | None = None
-        self._sender: PlanSender | None = None
+        self._receiver: ForwardReceiver | None = None
+        self._sender: ForwardSender | None = None
         self._socket: ShardSocket | None = None
         self.engine: Engine | None = None
         self.pool: BlockPool | None = None
@@ -154,23 +154,23 @@ class TargetShard:
         self._runner = ModelRunner(self._model, num_blocks=num_blocks, block_size=self.config.kv_block_size)
         self._max_model_len = max_model_len
 
-    def plan_handle(self, rank: int) -> PlanHandle:
+    def plan_handle(self, rank: int) -> ForwardHandle:
         """Where shard `rank` reads the step plans. Rank 0 only."""
         if self._sender is None:
-            spec = PlanSpec(
+            spec = ForwardRingSpec(
                 max_rows=self.config.max_step_tokens,
                 max_spans=self.config.max_num_requests,
                 max_blocks_per_span=-(-self._max_model_len // self.config.kv_block_size) + 1,
             )
             receivers = self.config.tensor_parallel_size - 1
-            self._sender = PlanSender(spec, num_receivers=receivers, node_id=self._node_id)
+            self._sender = ForwardSender(spec, num_receivers=receivers, node_id=self._node_id)
         return self._sender.handle(rank)
 
-    def follow(self, handle: PlanHandle) -> None:
+    def follow(self, handle: ForwardHandle) -> None:
         """Read step plans from here. Ranks 1.. only."""
-        self._receiver = PlanReceiver.open(handle, node_id=self._node_id)
+        self._receiver = ForwardReceiver.open(handle, node_id=self._node_id)
 
-    def listen(self, pacer: Pacer, plan: Callable[[], Plan], observe: Callable[[StepStats], None]) -> str:
+    def listen(self, pacer: Pacer, plan: Callable[[], SpeculationPlan], observe: Callable[[StepStats], None]) -> str:
         """Build the loop and its socket. Rank 0 only.
 
         Args:
@@ -269,7 +269,7 @@ class TargetShard:
         finally:
             self._receiver.close()
 
-    def forward(self, plan: ForwardPlan) -> torch.Tensor:
+    def forward(self, plan: ForwardInput) -> torch.Tensor:
         """Run a plan on all shards; logits [R, vocab] float32. Rank 0 only, one thread at a time.
 
         Raises:

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.core.step import ForwardPlan
+from engine.core.step import ForwardInput
 from engine.draft.messages import AnswerRow, Order
 from engine.draft_buffer.layout import BufferSpec
 from engine.draft_buffer.target_end import BufferHandle, DraftEnd, create_draft_buffer, open_draft_buffer
 from engine.errors import EngineUnavailable
-from engine.ipc.forward_broadcast import PlanHandle, PlanReceiver, PlanSender, PlanSpec
+from engine.ipc.forward_broadcast import ForwardHandle, ForwardReceiver, ForwardRingSpec, ForwardSender
 
 NODE = "node-a"
 SPEC = BufferSpec(
@@ -107,7 +107,7 @@ def serves_as_target(pipe: Connection) -> None:
         end.ask((), deadline_s=10.0)
 
 
-def a_plan(step_id: int, spec: PlanSpec) -> ForwardPlan:
+def a_plan(step_id: int, spec: ForwardRingSpec) -> ForwardInput:
     """A random plan within the capacities; the step number is the seed."""
     rng = np.random.default_rng(step_id)
     num_rows, num_logits = rng.integers(0, spec.max_rows + 1, 2)
@@ -117,7 +117,7 @@ def a_plan(step_id: int, spec: PlanSpec) -> ForwardPlan:
     def some(*shape: int) -> np.ndarray:
         return rng.integers(-(2**31), 2**31, shape).astype(np.int32)
 
-    return ForwardPlan(
+    return ForwardInput(
         some(num_rows),
         some(num_rows),
         some(num_rows),
@@ -128,38 +128,38 @@ def a_plan(step_id: int, spec: PlanSpec) -> ForwardPlan:
     )
 
 
-def plans_equal(one: ForwardPlan, other: ForwardPlan) -> bool:
-    names = ForwardPlan.__slots__
+def plans_equal(one: ForwardInput, other: ForwardInput) -> bool:
+    names = ForwardInput.__slots__
     return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names) and (
         one.block_tables.shape == other.block_tables.shape
     )
 
 
-def checks_plans(handle: PlanHandle, pipe: Connection, pause_s: float) -> None:
+def checks_plans(handle: ForwardHandle, pipe: Connection, pause_s: float) -> None:
     """A shard that compares every plan with what it should be, and tells how many it saw."""
-    receiver = PlanReceiver.open(handle, node_id=NODE)
+    receiver = ForwardReceiver.open(handle, node_id=NODE)
     num_seen = 0
     while not receiver.closed:
         message = receiver.receive(1.0)
         if message is not None:
-            step_id, plan = message
-            if not plans_equal(plan, a_plan(step_id, handle.spec)):
+            step_id, forward_input = message
+            if not plans_equal(forward_input, a_plan(step_id, handle.spec)):
                 pipe.send(f"step {step_id} differs")
             num_seen += 1
             time.sleep(pause_s)
     pipe.send(num_seen)
 
 
-def takes_no_plan(handle: PlanHandle) -> None:
+def takes_no_plan(handle: ForwardHandle) -> None:
     """A shard that opens its end and hangs."""
-    receiver = PlanReceiver.open(handle, node_id=NODE)
+    receiver = ForwardReceiver.open(handle, node_id=NODE)
     time.sleep(60)
     receiver.close()
 
 
-def sends_two_plans(spec: PlanSpec, pipe: Connection) -> None:
+def sends_two_plans(spec: ForwardRingSpec, pipe: Connection) -> None:
     """Shard 0 that sends two steps and then hangs."""
-    sender = PlanSender(spec, num_receivers=1, node_id=NODE)
+    sender = ForwardSender(spec, num_receivers=1, node_id=NODE)
     pipe.send(sender.handle(1))
     sender.wait_open(20.0)
     for step_id in (7, 8):

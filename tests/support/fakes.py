@@ -19,11 +19,11 @@ from engine.core.block_pool import BlockPool
 from engine.core.committer import Committer
 from engine.core.drafter import Drafter
 from engine.core.engine import Engine, Streams
-from engine.core.pacing import Choice, Plan
+from engine.core.pacing import Choice, SpeculationPlan
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.stats import StepStats
-from engine.core.step import ForwardPlan
+from engine.core.step import ForwardInput
 from engine.core.verifier import Verifier
 from engine.draft.architectures import PlainArchitecture
 from engine.draft.messages import Answer, OrderRow
@@ -72,7 +72,7 @@ class ToyModel:
         row: np.ndarray = self._table[tuple(context)]
         return row
 
-    def forward(self, plan: ForwardPlan) -> torch.Tensor:
+    def forward(self, plan: ForwardInput) -> torch.Tensor:
         """[R, columns] float32, as a model runner does it."""
         self.num_rows += len(plan.token_ids)
         self._cache[plan.slots] = plan.token_ids
@@ -118,7 +118,7 @@ class RandomPacer:
         self._random = np.random.default_rng(seed)
         self._max_k = max_k
 
-    def choose(self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int) -> list[Choice]:
+    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> list[Choice]:
         return [Choice(int(k), "plan") for k in self._random.integers(0, self._max_k + 1, size=len(decodes))]
 
     def observe(self, stats: StepStats) -> None:
@@ -132,7 +132,7 @@ class FixedPacer:
         self._k = k
         self.stats: list[StepStats] = []
 
-    def choose(self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int) -> list[Choice]:
+    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> list[Choice]:
         return [Choice(self._k, "plan")] * len(decodes)
 
     def observe(self, stats: StepStats) -> None:
@@ -185,7 +185,7 @@ class ToyEngine:
         scheduler = Scheduler(
             self.pool,
             pacer=pacer,
-            plan=Plan,
+            plan=SpeculationPlan,
             max_num_requests=max_num_requests,
             max_step_tokens=max_step_tokens,
             max_model_len=max_model_len,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from engine.core.step import ForwardPlan
+from engine.core.step import ForwardInput
 from engine.errors import ShardDown
 from engine.model.collectives import Group, open_store
 from engine.model.load import load_model
@@ -52,7 +52,7 @@ def logits_of_models(
     size: int,
     port: int,
     connection: Connection,
-    models: Sequence[tuple[Path, Sequence[ForwardPlan], int]],
+    models: Sequence[tuple[Path, Sequence[ForwardInput], int]],
 ) -> None:
     """Per model (folder, plans, block_size): send the logits of each plan, or None where the runner gave none."""
     torch.set_num_threads(1)
@@ -60,11 +60,11 @@ def logits_of_models(
         rank=rank, size=size, store=open_store(port=port, size=size, master=False), device=CPU, timeout_s=50
     )
     sent = []
-    for folder, plans, block_size in models:
+    for folder, forward_inputs, block_size in models:
         runner = ModelRunner(
             load_model(folder, dtype=torch.float32, collectives=group), num_blocks=128, block_size=block_size
         )
-        results = [runner.forward(plan) for plan in plans]
+        results = [runner.forward(forward_input) for forward_input in forward_inputs]
         sent.append([None if logits is None else logits.numpy() for logits in results])
     connection.send(sent)
     group.close()

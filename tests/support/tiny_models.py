@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import transformers
 
-from engine.core.step import ForwardPlan
+from engine.core.step import ForwardInput
 from engine.model.runner import ModelRunner
 
 VOCAB = 97
@@ -94,7 +94,7 @@ class Piece:
     blocks: Sequence[int]
 
 
-def plan_of(pieces: Sequence[Piece], *, block_size: int) -> ForwardPlan:
+def plan_of(pieces: Sequence[Piece], *, block_size: int) -> ForwardInput:
     """One forward over pieces, with the logits of all rows."""
     width = max(len(piece.blocks) for piece in pieces)
     tables = np.zeros((len(pieces), width), dtype=np.int32)
@@ -106,7 +106,7 @@ def plan_of(pieces: Sequence[Piece], *, block_size: int) -> ForwardPlan:
         for piece, where in zip(pieces, positions, strict=True)
     ]
     rows = np.concatenate([piece.tokens[piece.start : piece.stop] for piece in pieces])
-    return ForwardPlan(
+    return ForwardInput(
         token_ids=rows.astype(np.int32),
         positions=np.concatenate(positions).astype(np.int32),
         slots=np.concatenate(slots).astype(np.int32),

@@ -15,7 +15,7 @@ import torch
 from fakes import LoopbackEnd, ToyModel
 
 from engine.core.block_pool import BlockPool
-from engine.core.step import ForwardPlan
+from engine.core.step import ForwardInput
 from engine.draft.architectures import Outputs
 from engine.draft.proposer import DraftModel
 from engine.draft.remote import RemoteDrafter
@@ -40,16 +40,19 @@ class FeaturedToy(ToyModel):
         padded = [*([self.vocab_size] * self._order), *tokens]
         return [total, *padded[len(padded) - self._order + 1 :]]
 
-    def forward(self, plan: ForwardPlan) -> torch.Tensor:
-        logits = super().forward(plan)
+    def forward(self, forward_input: ForwardInput) -> torch.Tensor:
+        logits = super().forward(forward_input)
         if self.drafter is not None:
             rows = []
-            for span, (q_len, kv_len) in enumerate(zip(plan.q_lens, plan.kv_lens, strict=True)):
+            for span, (q_len, kv_len) in enumerate(zip(forward_input.q_lens, forward_input.kv_lens, strict=True)):
                 where = np.arange(kv_len)
-                slots = plan.block_tables[span, where // self.block_size] * self.block_size + where % self.block_size
+                slots = (
+                    forward_input.block_tables[span, where // self.block_size] * self.block_size
+                    + where % self.block_size
+                )
                 tokens = self._cache[slots].tolist()
                 rows += [self.features_after(tokens[:end]) for end in range(kv_len - q_len + 1, kv_len + 1)]
-            self.drafter.write_features(torch.tensor(rows, dtype=torch.float32), plan.q_lens)
+            self.drafter.write_features(torch.tensor(rows, dtype=torch.float32), forward_input.q_lens)
         return logits
 
 
@@ -69,30 +72,30 @@ class ToyEagle:
         self._cells = np.full((num_blocks * block_size, 3), -1, dtype=np.int64)
         self.num_forwards = 0
 
-    def read(self, plan: ForwardPlan, features: torch.Tensor | None) -> Outputs:
+    def read(self, forward_input: ForwardInput, features: torch.Tensor | None) -> Outputs:
         assert features is not None
         assert not features.isnan().any(), "features that nobody has written"
-        return self._compute(plan, features)
+        return self._compute(forward_input, features)
 
-    def go_on(self, plan: ForwardPlan, carried: torch.Tensor | None) -> Outputs:
+    def go_on(self, forward_input: ForwardInput, carried: torch.Tensor | None) -> Outputs:
         assert carried is not None
-        return self._compute(plan, carried)
+        return self._compute(forward_input, carried)
 
-    def _compute(self, plan: ForwardPlan, known: torch.Tensor) -> Outputs:
+    def _compute(self, forward_input: ForwardInput, known: torch.Tensor) -> Outputs:
         self.num_forwards += 1
         after = [
             [hashed(int(row[0]), token), *[int(x) for x in row[2:]], token]
-            for row, token in zip(known.tolist(), plan.token_ids.tolist(), strict=True)
+            for row, token in zip(known.tolist(), forward_input.token_ids.tolist(), strict=True)
         ]
         hashes = [row[0] for row in after]
-        self._cells[plan.slots] = np.stack([plan.positions, plan.token_ids, hashes], axis=1)
-        for span, kv_len in enumerate(plan.kv_lens):
-            self._check(plan.block_tables[span], int(kv_len))
+        self._cells[forward_input.slots] = np.stack([forward_input.positions, forward_input.token_ids, hashes], axis=1)
+        for span, kv_len in enumerate(forward_input.kv_lens):
+            self._check(forward_input.block_tables[span], int(kv_len))
         logits = np.stack(
-            [self._law.logits_after([int(known[row][1]), *after[row][1:]]) for row in plan.logit_rows]
+            [self._law.logits_after([int(known[row][1]), *after[row][1:]]) for row in forward_input.logit_rows]
             or [np.zeros(self._law.columns, np.float32)]
-        )[: len(plan.logit_rows)]
-        carried = torch.tensor([after[row] for row in plan.logit_rows], dtype=torch.float32)
+        )[: len(forward_input.logit_rows)]
+        carried = torch.tensor([after[row] for row in forward_input.logit_rows], dtype=torch.float32)
         return Outputs(torch.from_numpy(logits.astype(np.float32)), carried)
 
     def _check(self, table: np.ndarray[Any, Any], kv_len: int) -> None:

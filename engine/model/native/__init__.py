@@ -6,6 +6,6 @@ operators. `engine.model.load.load_model` chooses. Knows nothing of the models i
 
 from __future__ import annotations
 
-from engine.model.native.library import LayerWeights, NativeUnavailable, Plan, Shape, load_library
+from engine.model.native.library import LayerWeights, NativeForward, NativeUnavailable, Shape, load_library
 
 __all__ = ["LayerWeights", "NativeUnavailable", "Plan", "Shape", "load_library"]

@@ -1,4 +1,4 @@
-// The decoder of the Llama family tree on a CPU with AVX512-BF16: the forward of a whole plan in one call.
+// The decoder of the Llama family tree on a CPU with AVX512-BF16: the forward of a whole input in one call.
 //
 // Owns the order of operations, which is that of engine/model/decoder.py, its slow twin, and the cache's inner layout;
 // the residual stream is float32 here. A row's result depends on that row and its context alone, never on the rows
@@ -43,7 +43,7 @@ struct LayerWeights {
   const float *input_norm, *q_norm, *k_norm, *mlp_norm;                  // q_norm and k_norm null where absent
 };
 
-struct Plan {
+struct NativeForward {
   int32_t num_rows, num_spans, table_width, num_logits, block_size, num_features;
   const int32_t *token_ids, *slots, *q_lens, *kv_lens, *block_tables, *logit_rows, *feature_layers;
   const float *cos, *sin;  // [num_rows, head_dim / 2]
@@ -92,29 +92,29 @@ class Model {
         pool_(shape.num_threads),
         scratch_(std::max(1, shape.num_threads)) {}
 
-  void forward(const Plan& plan) {
+  void forward(const NativeForward& input) {
     pool_.wake();
-    const long rows = plan.num_rows;
+    const long rows = input.num_rows;
     residual_.get(rows * shape_.hidden);
     normed_.get(rows * shape_.hidden);
     projected_.get(rows * (shape_.heads + 2 * shape_.kv_heads) * shape_.head_dim);
     query_.get(rows * shape_.heads * shape_.head_dim);
     context_.get(rows * shape_.heads * shape_.head_dim);
     inner_.get(rows * shape_.inner);
-    split_attention(plan);
+    split_attention(input);
     for (long row = 0; row < rows; ++row) {
-      const bf16* from = plan.embedded ? plan.embedded + row * shape_.hidden
-                                       : embedding_ + static_cast<long>(plan.token_ids[row]) * shape_.hidden;
+      const bf16* from = input.embedded ? input.embedded + row * shape_.hidden
+                                       : embedding_ + static_cast<long>(input.token_ids[row]) * shape_.hidden;
       for (int i = 0; i < shape_.hidden; i += kLanes)
         _mm512_store_ps(residual_.data + row * shape_.hidden + i, load_bf16(from + i));
     }
     int feature = 0;
     for (int layer = 0; layer < shape_.num_layers; ++layer) {
-      attend(plan, layers_[layer], plan.keys[layer], plan.values[layer]);
-      feed_forward(plan, layers_[layer]);
-      if (feature < plan.num_features && plan.feature_layers[feature] == layer) keep_features(plan, feature++);
+      attend(input, layers_[layer], input.keys[layer], input.values[layer]);
+      feed_forward(input, layers_[layer]);
+      if (feature < input.num_features && input.feature_layers[feature] == layer) keep_features(input, feature++);
     }
-    logits(plan);
+    logits(input);
   }
 
  private:
@@ -179,20 +179,20 @@ class Model {
     });
   }
 
-  void attend(const Plan& plan, const LayerWeights& layer, bf16* keys, bf16* values) {
-    normalise(layer.input_norm, nullptr, plan.num_rows);
-    project_to<false>(*layer.qkv, normed_.data, plan.num_rows, layer.qkv_bias, projected_.data);
-    loop_rows(plan.num_rows, [&](int row, int) { place(plan, layer, row, keys, values); });
+  void attend(const NativeForward& input, const LayerWeights& layer, bf16* keys, bf16* values) {
+    normalise(layer.input_norm, nullptr, input.num_rows);
+    project_to<false>(*layer.qkv, normed_.data, input.num_rows, layer.qkv_bias, projected_.data);
+    loop_rows(input.num_rows, [&](int row, int) { place(input, layer, row, keys, values); });
     pool_.loop(static_cast<int>(items_.size()), [&](int item, int thread) {
-      attend_item(plan, items_[item], keys, values, scratch_[thread]);
+      attend_item(input, items_[item], keys, values, scratch_[thread]);
     });
-    project_to<true>(*layer.o, context_.data, plan.num_rows, layer.o_bias, residual_.data);
+    project_to<true>(*layer.o, context_.data, input.num_rows, layer.o_bias, residual_.data);
   }
 
-  void feed_forward(const Plan& plan, const LayerWeights& layer) {
-    normalise(layer.mlp_norm, nullptr, plan.num_rows);
+  void feed_forward(const NativeForward& input, const LayerWeights& layer) {
+    normalise(layer.mlp_norm, nullptr, input.num_rows);
     constexpr int kUnits = 2 * kLanes;  // inner units of a panel
-    project(*layer.gate_up, normed_.data, plan.num_rows, [&](int panel, int first, int rows, const float* tile) {
+    project(*layer.gate_up, normed_.data, input.num_rows, [&](int panel, int first, int rows, const float* tile) {
       for (int row = 0; row < rows; ++row)
         for (int block = 0; block < 2; ++block) {
           const int unit = panel * kUnits + block * kLanes;
@@ -206,16 +206,16 @@ class Model {
           store_bf16(inner_.data + static_cast<long>(first + row) * shape_.inner + unit, _mm512_mul_ps(silu, up));
         }
     });
-    project_to<true>(*layer.down, inner_.data, plan.num_rows, layer.down_bias, residual_.data);
+    project_to<true>(*layer.down, inner_.data, input.num_rows, layer.down_bias, residual_.data);
   }
 
   // Norms and turns a row's q and k heads; q to its buffer, k and v to their slot of the cache.
-  void place(const Plan& plan, const LayerWeights& layer, int row, bf16* keys, bf16* values) {
+  void place(const NativeForward& input, const LayerWeights& layer, int row, bf16* keys, bf16* values) {
     const int dim = shape_.head_dim, heads = shape_.heads, groups = shape_.kv_heads;
     float* from = projected_.data + static_cast<long>(row) * (heads + 2 * groups) * dim;
-    const float *cos = plan.cos + static_cast<long>(row) * dim / 2, *sin = plan.sin + static_cast<long>(row) * dim / 2;
-    const long tile = plan.slots[row] / kLanes;
-    const int lane = plan.slots[row] % kLanes;
+    const float *cos = input.cos + static_cast<long>(row) * dim / 2, *sin = input.sin + static_cast<long>(row) * dim / 2;
+    const long tile = input.slots[row] / kLanes;
+    const int lane = input.slots[row] % kLanes;
     for (int head = 0; head < heads + groups; ++head) {
       float* x = from + head * dim;
       const float* norm = head < heads ? layer.q_norm : layer.k_norm;
@@ -257,37 +257,37 @@ class Model {
   }
 
   // The same for every layer: which query vectors are attended together.
-  void split_attention(const Plan& plan) {
+  void split_attention(const NativeForward& input) {
     items_.clear();
-    starts_.resize(plan.num_spans);
+    starts_.resize(input.num_spans);
     const int fold = shape_.heads / shape_.kv_heads;
     int row = 0;
-    for (int span = 0; span < plan.num_spans; ++span) {
+    for (int span = 0; span < input.num_spans; ++span) {
       starts_[span] = row;
-      row += plan.q_lens[span];
-      const int vectors = plan.q_lens[span] * fold;
+      row += input.q_lens[span];
+      const int vectors = input.q_lens[span] * fold;
       for (int first = 0; first < vectors; first += kQueries)
         for (int head = 0; head < shape_.kv_heads; ++head)
           items_.push_back({span, head, first, std::min(kQueries, vectors - first)});
     }
   }
 
-  void attend_item(const Plan& plan, const AttentionItem& item, const bf16* keys, const bf16* values, Scratch& scratch) {
+  void attend_item(const NativeForward& input, const AttentionItem& item, const bf16* keys, const bf16* values, Scratch& scratch) {
     switch (item.count) {
-      case 1: return attend_queries<1>(plan, item, keys, values, scratch);
-      case 2: return attend_queries<2>(plan, item, keys, values, scratch);
-      case 3: return attend_queries<3>(plan, item, keys, values, scratch);
-      case 4: return attend_queries<4>(plan, item, keys, values, scratch);
-      case 5: return attend_queries<5>(plan, item, keys, values, scratch);
-      default: return attend_queries<6>(plan, item, keys, values, scratch);
+      case 1: return attend_queries<1>(input, item, keys, values, scratch);
+      case 2: return attend_queries<2>(input, item, keys, values, scratch);
+      case 3: return attend_queries<3>(input, item, keys, values, scratch);
+      case 4: return attend_queries<4>(input, item, keys, values, scratch);
+      case 5: return attend_queries<5>(input, item, keys, values, scratch);
+      default: return attend_queries<6>(input, item, keys, values, scratch);
     }
   }
 
   template <int Q>
-  void attend_queries(const Plan& plan, const AttentionItem& item, const bf16* keys, const bf16* values, Scratch& scratch) {
+  void attend_queries(const NativeForward& input, const AttentionItem& item, const bf16* keys, const bf16* values, Scratch& scratch) {
     const int dim = shape_.head_dim, fold = shape_.heads / shape_.kv_heads;
-    const int* table = plan.block_tables + static_cast<long>(item.span) * plan.table_width;
-    const int tiles_per_block = plan.block_size / kLanes;
+    const int* table = input.block_tables + static_cast<long>(item.span) * input.table_width;
+    const int tiles_per_block = input.block_size / kLanes;
     const bf16* query[Q];
     long target[Q];
     int seen[Q], most = 0;
@@ -295,7 +295,7 @@ class Model {
       const int row = (item.first + q) / fold, head = item.kv_head * fold + (item.first + q) % fold;
       target[q] = (static_cast<long>(starts_[item.span] + row) * shape_.heads + head) * dim;
       query[q] = query_.data + target[q];
-      seen[q] = plan.kv_lens[item.span] - plan.q_lens[item.span] + row + 1;
+      seen[q] = input.kv_lens[item.span] - input.q_lens[item.span] + row + 1;
       most = std::max(most, seen[q]);
     }
     const int num_tiles = (most + kLanes - 1) / kLanes, padded = num_tiles * kLanes;
@@ -380,18 +380,18 @@ class Model {
     return 1.0f / _mm512_reduce_add_ps(sum);
   }
 
-  void keep_features(const Plan& plan, int feature) {
+  void keep_features(const NativeForward& input, int feature) {
     const int hidden = shape_.hidden;
-    for (long row = 0; row < plan.num_rows; ++row)
+    for (long row = 0; row < input.num_rows; ++row)
       for (int i = 0; i < hidden; i += kLanes)
-        store_bf16(plan.features + (row * plan.num_features + feature) * hidden + i,
+        store_bf16(input.features + (row * input.num_features + feature) * hidden + i,
                    _mm512_load_ps(residual_.data + row * hidden + i));
   }
 
-  void logits(const Plan& plan) {
-    if (plan.num_logits == 0) return;
-    normalise(final_norm_, plan.logit_rows, plan.num_logits);
-    project_to<false>(head_, normed_.data, plan.num_logits, nullptr, plan.logits);
+  void logits(const NativeForward& input) {
+    if (input.num_logits == 0) return;
+    normalise(final_norm_, input.logit_rows, input.num_logits);
+    project_to<false>(head_, normed_.data, input.num_logits, nullptr, input.logits);
   }
 
   const Shape shape_;
@@ -438,7 +438,7 @@ Model* model_new(const Shape* shape, const LayerWeights* layers, const bf16* emb
   return new Model(*shape, layers, embedding, final_norm, head);
 }
 
-void model_forward(Model* model, const Plan* plan) { model->forward(*plan); }
+void model_forward(Model* model, const NativeForward* input) { model->forward(*input); }
 
 void model_free(Model* model) { delete model; }
 

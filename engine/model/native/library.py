@@ -54,7 +54,7 @@ class LayerWeights(ctypes.Structure):
     ]
 
 
-class Plan(ctypes.Structure):
+class NativeForward(ctypes.Structure):
     """Sizes and addresses of one forward's integers (int32), rotations (float32), caches and results."""
 
     _fields_ = [
@@ -93,7 +93,7 @@ def load_library() -> ctypes.CDLL:
         ctypes.c_void_p,
     ]
     library.model_new.restype = ctypes.c_void_p
-    library.model_forward.argtypes = [ctypes.c_void_p, ctypes.POINTER(Plan)]
+    library.model_forward.argtypes = [ctypes.c_void_p, ctypes.POINTER(NativeForward)]
     library.model_forward.restype = None
     library.model_free.argtypes = [ctypes.c_void_p]
     library.model_free.restype = None

@@ -15,7 +15,7 @@ from autoscale.control.report import Aggregator, Observation
 from autoscale.policy.acceptance_rate import Acceptance
 from autoscale.policy.goodput import make_goodput
 from autoscale.simulation.hardware import cpu_table
-from engine.core.pacing import Plan, Prior
+from engine.core.pacing import Prior, SpeculationPlan
 from engine.core.request import Request
 from engine.core.stats import RowOutcome
 from engine.messages import WORKLOADS, SamplingParams, Submit, WorkloadClass
@@ -27,7 +27,7 @@ def seen(kind: Kind, reached: int, accepted: int) -> Observation:
     return Observation(num_steps=1, by_kind={kind: Counts((reached,), (accepted,))})
 
 
-def prior_of(plan: Plan, kind: Kind) -> Prior:
+def prior_of(plan: SpeculationPlan, kind: Kind) -> Prior:
     (found,) = [p for p in plan.priors if (p.method, p.workload) == (kind.method, kind.workload)]
     return found
 
@@ -52,7 +52,7 @@ def test_counts_of_any_portions_are_those_of_the_steps(drafts: list[tuple[int, i
 
 
 def test_engines_are_pooled_and_kinds_are_kept_apart() -> None:
-    controller = Controller(Plan())
+    controller = Controller(SpeculationPlan())
     hot = Kind("ngram", "hot")
     controller.report(
         "a", Observation(num_steps=1, by_kind={GREEDY: Counts((300,), (270,)), hot: Counts((300,), (30,))})
@@ -67,16 +67,16 @@ def test_engines_are_pooled_and_kinds_are_kept_apart() -> None:
 
 
 def test_priors_make_no_other_plan_and_no_other_version() -> None:
-    controller = Controller(Plan(version=3))
+    controller = Controller(SpeculationPlan(version=3))
     plan = controller.report("a", seen(GREEDY, 10, 9))
     assert plan.priors
-    assert plan == Plan(version=3)
+    assert plan == SpeculationPlan(version=3)
 
 
 def test_a_new_controller_goes_on_from_what_an_engine_still_holds() -> None:
-    first = Controller(Plan())
+    first = Controller(SpeculationPlan())
     plan = first.report("a", seen(GREEDY, 500, 450))
-    again = Controller(Plan()).report("a", Observation(), plan)
+    again = Controller(SpeculationPlan()).report("a", Observation(), plan)
     assert prior_of(again, GREEDY).rates == pytest.approx(prior_of(plan, GREEDY).rates, abs=0.02)
     assert prior_of(again, GREEDY).weights[0] > 0.5 * prior_of(plan, GREEDY).weights[0]
 
@@ -102,7 +102,7 @@ def test_new_requests_take_k_from_the_plan_s_priors() -> None:
     def first_k(rate: float) -> int:
         pacer = make_goodput("draft_model", 8, cpu_table())
         prior = Prior(method="draft_model", workload="greedy", rates=(rate,) * 8, weights=(500.0,) * 8)
-        (choice,) = pacer.choose(Plan(max_k=8, priors=(prior,)), [request(1)], 0)
+        (choice,) = pacer.choose(SpeculationPlan(max_k=8, priors=(prior,)), [request(1)], 0)
         return choice.k
 
     assert first_k(0.05) == 0
@@ -114,7 +114,9 @@ def test_another_method_s_priors_are_left_alone() -> None:
     before = pacer.acceptance.by_position("greedy")
     prior = Prior(method="draft_model", workload="greedy", rates=(0.1,) * 4, weights=(500.0,) * 4)
     submit = Submit(request_id="r", prompt=(1,), sampling=SamplingParams())
-    pacer.choose(Plan(max_k=4, priors=(prior,)), [Request(submit=submit, key=1, stream_key=0, tokens=[1])], 0)
+    pacer.choose(
+        SpeculationPlan(max_k=4, priors=(prior,)), [Request(submit=submit, key=1, stream_key=0, tokens=[1])], 0
+    )
     assert np.array_equal(pacer.acceptance.by_position("greedy"), before)
 
 

@@ -15,7 +15,7 @@ from step_stats import make_step
 from autoscale.control.step_metrics import StepRecorder
 from autoscale.policy.goodput import make_goodput
 from autoscale.policy.policies import PolicyPacer
-from engine.core.pacing import Plan
+from engine.core.pacing import SpeculationPlan
 from engine.core.stats import StepStats
 from engine.metrics.counters import HistogramValue, Ledger, Readings, merge
 from engine.metrics.labels import K_REASONS
@@ -30,7 +30,7 @@ class Rig:
 
     def __init__(self, policy: str = "fixed") -> None:
         self.goodput = make_goodput("draft_model", MAX_K)
-        self.plan = Plan(policy=policy, max_k=MAX_K)  # type: ignore[arg-type]
+        self.plan = SpeculationPlan(policy=policy, max_k=MAX_K)  # type: ignore[arg-type]
         self.recorder = StepRecorder(self.goodput, lambda: self.plan)
 
     def feed(self, steps: Iterable[StepStats]) -> Readings:
@@ -119,7 +119,7 @@ def test_the_toggle_going_off_and_on(reason: str, cause: str) -> None:
 @pytest.mark.parametrize("policy", ["off", "fixed", "threshold", "goodput"])
 def test_a_disabled_plan_drafts_under_no_policy(policy: str) -> None:
     pacer = PolicyPacer(make_goodput("ngram", MAX_K))
-    plan = Plan(policy=policy, max_k=MAX_K, enabled=False)  # type: ignore[arg-type]
+    plan = SpeculationPlan(policy=policy, max_k=MAX_K, enabled=False)  # type: ignore[arg-type]
     assert {(choice.k, choice.reason) for choice in pacer.choose(plan, [None, None], 0)} == {(0, "off")}  # type: ignore[list-item]
 
 

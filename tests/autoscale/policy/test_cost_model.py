@@ -17,10 +17,10 @@ from autoscale.policy.goodput import UNMEASURED
 from autoscale.policy.profiling import TableCache, profile_draft, profile_target, still_holds
 from autoscale.simulation.hardware import cpu_table
 from autoscale.simulation.simulator import Simulation, Workload
-from engine.core.pacing import Choice, Plan
+from engine.core.pacing import Choice, SpeculationPlan
 from engine.core.request import Request
 from engine.core.stats import StepStats
-from engine.core.step import ForwardPlan
+from engine.core.step import ForwardInput
 from engine.draft.messages import Answer, AnswerRow
 
 
@@ -46,7 +46,7 @@ class Recording:
         self._rng = np.random.default_rng(5)
         self.stats: list[StepStats] = []
 
-    def choose(self, plan: Plan, decodes: list[Request], num_prefill_rows: int) -> list[Choice]:
+    def choose(self, plan: SpeculationPlan, decodes: list[Request], num_prefill_rows: int) -> list[Choice]:
         k = int(self._rng.integers(0, 6))
         return [Choice(k, "plan")] * len(decodes)
 
@@ -59,17 +59,17 @@ def test_from_knowing_nothing_to_a_median_error_below_ten_percent() -> None:
     cost = CostModel(UNMEASURED, measured=False)
     streams = lambda now_s: 1 + int(now_s) % 32  # noqa: E731 - a load that visits every batch size
     pacer = Recording(cost)
-    Simulation(cpu_table(), Workload("any", 0.6), streams).run(pacer, Plan(), 60.0)  # type: ignore[arg-type]
+    Simulation(cpu_table(), Workload("any", 0.6), streams).run(pacer, SpeculationPlan(), 60.0)  # type: ignore[arg-type]
     assert cost.error()[0] < 0.10
     held_out = Recording(CostModel(cost.table()))
-    Simulation(cpu_table(), Workload("any", 0.6), streams, seed=9).run(held_out, Plan(), 10.0)  # type: ignore[arg-type]
+    Simulation(cpu_table(), Workload("any", 0.6), streams, seed=9).run(held_out, SpeculationPlan(), 10.0)  # type: ignore[arg-type]
     assert held_out.cost.error()[0] < 0.10
 
 
 def test_one_hiccup_moves_little_and_a_lasting_change_is_followed() -> None:
     cost = CostModel(cpu_table())
     pacer = Recording(cost)
-    Simulation(cpu_table(), Workload("any", 0.6), lambda _: 8).run(pacer, Plan(), 20.0)  # type: ignore[arg-type]
+    Simulation(cpu_table(), Workload("any", 0.6), lambda _: 8).run(pacer, SpeculationPlan(), 20.0)  # type: ignore[arg-type]
     usual = pacer.stats[-1]
     before = cost.verify_s(usual.num_rows, usual.context_len)
     cost.observe(structs.replace(usual, verify_s=100 * usual.verify_s, step_s=100 * usual.step_s))
@@ -134,7 +134,7 @@ class TimedForward:
         self.now_s = 0.0
         self._factor = factor
 
-    def __call__(self, plan: ForwardPlan) -> None:
+    def __call__(self, plan: ForwardInput) -> None:
         assert plan.block_tables.max() < 400
         assert (plan.slots // 16 > 0).all(), "block 0 is scratch"
         self.now_s += self._factor * (0.0005 + 2e-5 * len(plan.token_ids) + 2e-6 * float(plan.kv_lens.sum()))
@@ -155,7 +155,7 @@ def test_the_profile_sees_rows_and_context() -> None:
 def test_what_else_the_machine_does_hardly_shows_in_the_profile() -> None:
     quiet, busy, rng = TimedForward(), TimedForward(), np.random.default_rng(3)
 
-    def disturbed(plan: ForwardPlan) -> None:
+    def disturbed(plan: ForwardInput) -> None:
         busy(plan)
         if rng.random() < 0.4:
             busy.now_s += rng.uniform(0.0, 0.02)

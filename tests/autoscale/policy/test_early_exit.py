@@ -12,7 +12,7 @@ from autoscale.policy.acceptance_rate import Acceptance, kind_of
 from autoscale.policy.goodput import Goodput, make_goodput
 from autoscale.simulation.hardware import cpu_table, h100_llama_70b
 from autoscale.simulation.simulator import Simulation, Workload
-from engine.core.pacing import Choice, Plan
+from engine.core.pacing import Choice, SpeculationPlan
 from engine.core.request import Request
 from engine.core.stats import RowOutcome
 from engine.messages import SamplingParams, Submit
@@ -71,7 +71,7 @@ def test_the_dearer_a_position_the_higher_the_floor() -> None:
         for _ in range(60):
             pacer.acceptance.observe([RowOutcome(1, 4, 4, 20, "greedy", 4, (0.9,) * 4)])
         submit = Submit(request_id="r", prompt=(1,), sampling=SamplingParams(temperature=0.0, max_tokens=99))
-        (choice,) = pacer.choose(Plan(max_k=8), [Request(submit=submit, key=1, stream_key=0, tokens=[1])], 0)
+        (choice,) = pacer.choose(SpeculationPlan(max_k=8), [Request(submit=submit, key=1, stream_key=0, tokens=[1])], 0)
         assert choice.k > 1
         return choice.floor
 
@@ -82,7 +82,7 @@ def test_a_method_without_confidences_gets_no_floor() -> None:
     pacer = make_goodput("ngram", 8, cpu_table())
     submit = Submit(request_id="r", prompt=(1,), sampling=SamplingParams(temperature=0.0, max_tokens=99))
     pacer.acceptance.observe([RowOutcome(1, 4, 4, 20)])
-    (choice,) = pacer.choose(Plan(max_k=8), [Request(submit=submit, key=1, stream_key=0, tokens=[1])], 0)
+    (choice,) = pacer.choose(SpeculationPlan(max_k=8), [Request(submit=submit, key=1, stream_key=0, tokens=[1])], 0)
     assert choice.floor == 0
 
 
@@ -101,7 +101,7 @@ def test_stopping_early_costs_nothing_where_confidence_tells(hardware, streams: 
         pacer = make_goodput("draft_model", 8, table)
         pacer.__class__ = cls
         run = Simulation(table, workload, lambda _: streams, seed=seed)
-        return float(run.run(pacer, Plan(max_k=8), 15.0).goodput)
+        return float(run.run(pacer, SpeculationPlan(max_k=8), 15.0).goodput)
 
     ratio = np.mean([goodput(Goodput, s) / goodput(Never, s) for s in range(3)])
     assert ratio > 0.97

@@ -23,7 +23,7 @@ from autoscale.policy.policies import Fixed
 from autoscale.policy.switch import Toggle, ToggleParams
 from autoscale.simulation.hardware import cpu_table, h100_llama_70b
 from autoscale.simulation.simulator import WORKLOADS, Oracle, Simulation, Workload
-from engine.core.pacing import Pacer, Plan
+from engine.core.pacing import Pacer, SpeculationPlan
 from engine.core.request import Request
 from engine.core.stats import RowOutcome
 from engine.messages import SamplingParams, SpeculativeOptions, Submit
@@ -114,7 +114,7 @@ def test_nothing_is_off_for_good_and_probes_get_rarer() -> None:
 
 def simulated(table, workload, streams, seconds=20.0, seed=0):  # type: ignore[no-untyped-def]
     pacer = make_goodput("draft_model", MAX_K, table)
-    return pacer, Simulation(table, workload, streams, seed=seed).run(pacer, Plan(max_k=MAX_K), seconds)
+    return pacer, Simulation(table, workload, streams, seed=seed).run(pacer, SpeculationPlan(max_k=MAX_K), seconds)
 
 
 @pytest.mark.parametrize("hardware", [cpu_table, h100_llama_70b], ids=["cpu", "h100"])
@@ -125,7 +125,7 @@ def test_default_parameters_keep_their_regret(hardware, name: str, streams: int)
     table, workload = hardware(), WORKLOADS[name]
 
     def fixed(k: int) -> float:
-        plan = Plan(policy="fixed", max_k=k)
+        plan = SpeculationPlan(policy="fixed", max_k=k)
         return Simulation(table, workload, lambda _: streams).run(Fixed(), plan, 20.0).goodput
 
     _, outcome = simulated(table, workload, lambda _: streams)
@@ -149,11 +149,11 @@ def test_wrong_costs_and_a_busy_machine_cost_little(fault: str, name: str, strea
     table, workload = cpu_table(), WORKLOADS[name]
     believed = replace(table, verify_s=tuple(factor * seconds for seconds in table.verify_s))
 
-    def run(pacer: Pacer, plan: Plan) -> float:
+    def run(pacer: Pacer, plan: SpeculationPlan) -> float:
         return Simulation(table, workload, lambda _: streams, **disturbed).run(pacer, plan, 20.0).goodput
 
-    best = max(run(Fixed(), Plan(policy="fixed", max_k=k)) for k in (0, 2, 4))
-    assert run(make_goodput("draft_model", MAX_K, believed), Plan(max_k=MAX_K)) >= 0.9 * best
+    best = max(run(Fixed(), SpeculationPlan(policy="fixed", max_k=k)) for k in (0, 2, 4))
+    assert run(make_goodput("draft_model", MAX_K, believed), SpeculationPlan(max_k=MAX_K)) >= 0.9 * best
 
 
 def test_where_costs_say_that_nothing_pays_it_is_tried_all_the_same() -> None:
@@ -205,7 +205,7 @@ def test_a_ramp_up_and_down_switches_little_and_comes_back_soon() -> None:
 
     pacer.observe = spy  # type: ignore[method-assign]
     streams = lambda t: next(count for until, count in phases if t < until)  # noqa: E731
-    Simulation(table, workload, streams).run(pacer, Plan(max_k=MAX_K), 60.0)
+    Simulation(table, workload, streams).run(pacer, SpeculationPlan(max_k=MAX_K), 60.0)
 
     def share(begin: float, end: float) -> float:
         inside = [flag for at, flag in drafted if begin < at <= end]
@@ -230,8 +230,10 @@ def test_a_request_s_own_say_is_honoured_and_its_neighbours_are_not_affected() -
         return Request(submit=submit, key=key, stream_key=0, tokens=[1])
 
     free = [request(1), request(2)]
-    alone = [choice.k for choice in pacer.choose(Plan(max_k=MAX_K), free, 0)]
-    mixed = pacer.choose(Plan(max_k=MAX_K), [free[0], request(3, enabled=False), free[1], request(4, max_k=1)], 0)
+    alone = [choice.k for choice in pacer.choose(SpeculationPlan(max_k=MAX_K), free, 0)]
+    mixed = pacer.choose(
+        SpeculationPlan(max_k=MAX_K), [free[0], request(3, enabled=False), free[1], request(4, max_k=1)], 0
+    )
     assert mixed[1].k == 0
     assert mixed[3].k <= 1
     assert min(alone) > 0
@@ -258,7 +260,7 @@ def test_nothing_is_remembered_of_requests_that_are_gone() -> None:
 def test_the_oracle_is_not_beaten_by_much() -> None:
     table, workload = cpu_table(), WORKLOADS["chat"]
     _, outcome = simulated(table, workload, lambda _: 8, seconds=40.0)
-    oracle = Simulation(table, workload, lambda _: 8).run(Oracle(table, MAX_K), Plan(max_k=MAX_K), 40.0)
+    oracle = Simulation(table, workload, lambda _: 8).run(Oracle(table, MAX_K), SpeculationPlan(max_k=MAX_K), 40.0)
     assert 0.93 * oracle.goodput < outcome.goodput < 1.05 * oracle.goodput
 
 
@@ -269,7 +271,7 @@ def test_prompts_in_a_step_do_not_make_drafts_look_cheap() -> None:
     decodes = [Request(submit=submit, key=key, stream_key=0, tokens=[1]) for key in range(24)]
     for num_prefill_rows in (0, 480):
         pacer = make_goodput("draft_model", MAX_K, table)
-        pacer.choose(Plan(max_k=MAX_K), decodes, num_prefill_rows)
+        pacer.choose(SpeculationPlan(max_k=MAX_K), decodes, num_prefill_rows)
         assert pacer.predicted is not None
         assert pacer.predicted.tokens == len(decodes)
         assert pacer.predicted.seconds == pytest.approx(4e-4 * (len(decodes) + num_prefill_rows), rel=0.05)
@@ -286,13 +288,13 @@ def test_prompts_that_the_draft_has_to_read_are_part_of_its_price() -> None:
     table = replace(cpu_table(), feed_s=1e-4)
     for num_prompt, is_worth_it in ((50, True), (10_000, False)):
         pacer = make_goodput("draft_model", MAX_K, table)
-        choices = pacer.choose(Plan(max_k=MAX_K), [request_of(1, num_prompt=num_prompt)], 0)
+        choices = pacer.choose(SpeculationPlan(max_k=MAX_K), [request_of(1, num_prompt=num_prompt)], 0)
         assert pacer.predicted is not None
         assert (max(choice.k for choice in choices) > 0) == is_worth_it
 
 
 def test_a_choice_holds_until_the_batch_changes() -> None:
-    pacer, plan = make_goodput("draft_model", MAX_K, cpu_table()), Plan(max_k=MAX_K)
+    pacer, plan = make_goodput("draft_model", MAX_K, cpu_table()), SpeculationPlan(max_k=MAX_K)
     batch = [request_of(1), request_of(2, temperature=0.0)]
     first = pacer.choose(plan, batch, 0)
     assert pacer.choose(plan, batch, 0) is first
@@ -304,7 +306,7 @@ def test_a_choice_holds_until_the_batch_changes() -> None:
 
 def test_what_holds_while_off_is_given_to_whoever_comes() -> None:
     table = CostTable(verify_s=tuple(1e-3 * rows for rows in ROW_KNOTS), pass_s=(1.0,) * len(BATCH_KNOTS))
-    pacer, plan = make_goodput("eagle", MAX_K, table, lookup=True), Plan(max_k=MAX_K)
+    pacer, plan = make_goodput("eagle", MAX_K, table, lookup=True), SpeculationPlan(max_k=MAX_K)
     Simulation(table, WORKLOADS["adversarial"], lambda _: 1).run(pacer, plan, 2.0)
     assert not pacer.toggle.is_on
     for number in range(1, 40):

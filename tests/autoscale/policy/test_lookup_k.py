@@ -17,7 +17,7 @@ from autoscale.policy.cost_model import ROW_KNOTS, CostModel
 from autoscale.policy.goodput import Goodput, make_goodput
 from autoscale.simulation.hardware import cpu_table
 from engine.core.drafter import NoDrafter
-from engine.core.pacing import MAX_MATCH_LEN, NUM_MATCH_CLASSES, Choice, Plan
+from engine.core.pacing import MAX_MATCH_LEN, NUM_MATCH_CLASSES, Choice, SpeculationPlan
 from engine.core.request import Request
 from engine.core.stats import RowOutcome, StepStats
 from engine.core.step import Batch, Span
@@ -46,7 +46,7 @@ def taught(model: bool, lookup: bool, batch: int = 4) -> tuple[Goodput, list[Cho
         assert pacer.free is not None
         pacer.free.observe([RowOutcome(1, 4, 4 * lookup, 10, source="lookup")], ())
     for _ in range(40):  # time for the switch
-        chosen = list(pacer.choose(Plan(max_k=MAX_K), requests, 0))
+        chosen = list(pacer.choose(SpeculationPlan(max_k=MAX_K), requests, 0))
         pacer._now_s += 0.05
     return pacer, [choice for choice in chosen if choice.reason != "probe"]
 
@@ -73,7 +73,9 @@ def test_rows_that_cost_more_than_they_yield_are_not_drafted_for_free() -> None:
     for _ in range(100):
         pacer.free.observe([RowOutcome(1, 1, n, 10, source="lookup") for n in (0, 1)], ())
     pacer.cost = CostModel(dear)
-    found = [pacer.choose(Plan(max_k=MAX_K), [request(key) for key in range(8)], 0)[0].free_ks for _ in range(31)]
+    found = [
+        pacer.choose(SpeculationPlan(max_k=MAX_K), [request(key) for key in range(8)], 0)[0].free_ks for _ in range(31)
+    ]
     assert np.median([ks[0] for ks in found if ks is not None]) == 0
 
 
@@ -128,7 +130,7 @@ def test_free_drafts_teach_the_cost_model_rows_but_no_passes() -> None:
 class TwoKs(RandomPacer):
     """Random K and free K, independent of each other."""
 
-    def choose(self, plan: Plan, decodes: Sequence[Request], num_prefill_rows: int) -> list[Choice]:
+    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> list[Choice]:
         choices = super().choose(plan, decodes, num_prefill_rows)
         return [
             replace(choice, free_ks=tuple(self._random.integers(0, 5, NUM_MATCH_CLASSES).tolist()))

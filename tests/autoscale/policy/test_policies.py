@@ -11,12 +11,12 @@ from autoscale.control.report import Aggregator, Observation
 from autoscale.policy.goodput import make_goodput
 from autoscale.policy.policies import PolicyPacer, Threshold
 from engine.config import SpeculativeConfig
-from engine.core.pacing import Plan
+from engine.core.pacing import SpeculationPlan
 from engine.core.request import Request
 from engine.core.stats import StepStats
 from engine.messages import SamplingParams, Submit
 
-PLAN = Plan(policy="threshold", max_k=5, max_batch=16)
+PLAN = SpeculationPlan(policy="threshold", max_k=5, max_batch=16)
 
 
 def requests(number: int) -> list[Request]:
@@ -78,7 +78,7 @@ def test_threshold_is_off_in_a_large_batch_and_says_why() -> None:
 @pytest.mark.parametrize(("policy", "k"), [("off", 0), ("fixed", 5)])
 def test_the_pacer_follows_the_plan_in_force(policy: str, k: int) -> None:
     pacer = PolicyPacer(make_goodput("ngram", 5))
-    plan = Plan(policy=policy, max_k=5)  # type: ignore[arg-type]
+    plan = SpeculationPlan(policy=policy, max_k=5)  # type: ignore[arg-type]
     assert [choice.k for choice in pacer.choose(plan, requests(3), 0)] == [k] * 3
 
 

@@ -19,7 +19,7 @@ from autoscale.simulation.hardware import cpu_table
 from deployments.app import _replicas
 from deployments.cluster.serve_autoscaling import TpotPolicy, readings_of
 from deployments.settings import AppSettings
-from engine.core.pacing import Plan
+from engine.core.pacing import SpeculationPlan
 from engine.errors import ConfigError
 
 PARAMS = ScalingParams(tpot_s=0.025)
@@ -142,7 +142,7 @@ def test_the_policy_reads_what_replicas_record() -> None:
 def test_the_outlook_is_what_the_pace_would_do_there() -> None:
     goodput = make_goodput("draft_model", 8, cpu_table())
     outlook = Outlook(goodput)
-    drafting, plain = outlook.tpot_s(Plan(max_k=8)), outlook.tpot_s(Plan(policy="off"))
+    drafting, plain = outlook.tpot_s(SpeculationPlan(max_k=8)), outlook.tpot_s(SpeculationPlan(policy="off"))
     assert list(plain) == sorted(plain)
     assert drafting[0] < 0.7 * plain[0], "drafting pays for one request"
     assert all(a <= b * 1.001 for a, b in zip(drafting, plain, strict=True))
@@ -152,15 +152,15 @@ def test_the_outlook_is_what_the_pace_would_do_there() -> None:
 def test_the_outlook_follows_what_tokens_really_took() -> None:
     goodput = make_goodput("draft_model", 8, cpu_table())
     outlook = Outlook(goodput)
-    before = outlook.tpot_s(Plan(policy="off"))
+    before = outlook.tpot_s(SpeculationPlan(policy="off"))
     for _ in range(50):
         outlook.observe(make_step([], 4, step_s=0.03))
-    assert outlook.tpot_s(Plan(policy="off"))[2] == pytest.approx(0.03, rel=0.1)
-    assert outlook.tpot_s(Plan(policy="off"))[2] > 2 * before[2]
+    assert outlook.tpot_s(SpeculationPlan(policy="off"))[2] == pytest.approx(0.03, rel=0.1)
+    assert outlook.tpot_s(SpeculationPlan(policy="off"))[2] > 2 * before[2]
 
 
 def test_the_controller_keeps_the_last_decision() -> None:
-    controller = Controller(Plan())
+    controller = Controller(SpeculationPlan())
     assert controller.replicas() is None
     controller.scaled(ReplicaDecision(3, "slow"))
     assert controller.replicas() == ReplicaDecision(3, "slow")

@@ -26,7 +26,7 @@ from deployments.cluster.shard_client import ShardClient
 from deployments.cluster.target_supervisor import TargetSupervisor
 from deployments.engine_client import Health
 from engine.config import EngineConfig
-from engine.core.step import ForwardPlan
+from engine.core.step import ForwardInput
 from engine.errors import EngineUnavailable, ShardDown
 from engine.messages import SamplingParams, Submit
 from engine.workers.target_shard import ShardReady, TargetShard
@@ -39,12 +39,12 @@ class FailingShard(TargetShard):
 
     life: int | None = None
 
-    def forward(self, plan: ForwardPlan) -> torch.Tensor:
+    def forward(self, forward_input: ForwardInput) -> torch.Tensor:
         if self.life is not None:
             self.life -= 1
             if self.life < 0:
                 raise ShardDown("rank 1 is gone")
-        return super().forward(plan)
+        return super().forward(forward_input)
 
 
 class LocalTarget:
@@ -67,9 +67,9 @@ class LocalTarget:
         config = self._shard.config
         ready = self._shard.load(None)
         self._shard.allocate(ready.num_blocks, ready.max_model_len)
-        plan = initial_plan(config.speculative)
+        forward_input = initial_plan(config.speculative)
         pacer = PolicyPacer(make_goodput(config.speculative.method, config.speculative.k))
-        path = self._shard.listen(pacer, lambda: plan, lambda stats: None)
+        path = self._shard.listen(pacer, lambda: forward_input, lambda stats: None)
         self._thread.start()
         self.client = await ShardClient.connect(path, capacity=100, on_draft=print, on_lost=self._fail)
         return ready

@@ -15,11 +15,11 @@ from autoscale.control.report import Observation
 from deployments.http.admin import AdminDependencies, add_admin_routes, admin_key
 from deployments.http.app import build_api
 from deployments.monitoring.timelines import TimedEngine
-from engine.core.pacing import Plan
+from engine.core.pacing import SpeculationPlan
 
 KEY = "a key of the operator"
 AUTH = {"Authorization": f"Bearer {KEY}"}
-FIRST = Plan(version=1, policy="goodput", max_k=4, max_batch=16)
+FIRST = SpeculationPlan(version=1, policy="goodput", max_k=4, max_batch=16)
 ROUTES = [("GET", "/admin/pace"), ("PATCH", "/admin/pace"), ("GET", "/debug/requests/x")]
 
 
@@ -27,10 +27,10 @@ def talk(work: Callable[[httpx.AsyncClient], Awaitable[Any]], key: str | None = 
     controller = Controller(FIRST)
     timed = TimedEngine(make_engine(), [], keep=4)
 
-    async def plan() -> Plan:
+    async def plan() -> SpeculationPlan:
         return controller.plan()
 
-    async def override(changes: dict[str, Any]) -> Plan:
+    async def override(changes: dict[str, Any]) -> SpeculationPlan:
         return controller.override(**changes)
 
     async def run() -> Any:
@@ -71,7 +71,7 @@ def test_pace_is_read_and_changed() -> None:
     assert before == {"version": 1, "policy": "goodput", "max_k": 4, "max_batch": 16, "enabled": True}
     assert after == {"version": 2, "policy": "fixed", "max_k": 2, "max_batch": 16, "enabled": False}
     assert again == after | {"version": 3, "max_batch": 3}
-    assert controller.report("engine", Observation()) == Plan(**again)
+    assert controller.report("engine", Observation()) == SpeculationPlan(**again)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from autoscale.control.history import KEPT_S, History, HistoryView
 from autoscale.control.report import Observation, combine
 from deployments.http.app import build_api
 from deployments.http.ui_routes import FOLDER, HistorySource, add_ui_routes, served_files
-from engine.core.pacing import Plan
+from engine.core.pacing import SpeculationPlan
 from engine.errors import EngineUnavailable
 from engine.messages import SamplingParams, Submit
 
@@ -35,7 +35,7 @@ def observation(**values: Any) -> Observation:
 
 
 async def _quiet(since_s: float) -> HistoryView:
-    return History().view(since_s, Plan(), NOW_S)
+    return History().view(since_s, SpeculationPlan(), NOW_S)
 
 
 def get(path: str, history: HistorySource = _quiet) -> httpx.Response:
@@ -123,7 +123,7 @@ def _rest_of(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_data_holds_sums_per_second_of_all_engines_and_changes_of_the_plan() -> None:
-    history, first, second = History(), Plan(version=1), Plan(version=2, policy="fixed", max_k=2)
+    history, first, second = History(), SpeculationPlan(version=1), SpeculationPlan(version=2, policy="fixed", max_k=2)
     history.add("a", observation(num_drafted=9, accepted_by_position=(3, 1)), first, NOW_S)
     history.add("b", observation(num_drafted=3, accepted_by_position=(1,)), first, NOW_S + 0.5)
     history.add("a", Observation(), second, NOW_S + 1.25)
@@ -162,8 +162,8 @@ def test_a_lost_controller_is_an_ordinary_error() -> None:
 def test_history_is_bounded_and_old_engines_are_forgotten() -> None:
     history = History()
     for second in range(3 * KEPT_S):
-        history.add("old" if second == 0 else "new", observation(), Plan(), NOW_S + second)
-    view = history.view(0.0, Plan(), NOW_S + 3 * KEPT_S)
+        history.add("old" if second == 0 else "new", observation(), SpeculationPlan(), NOW_S + second)
+    view = history.view(0.0, SpeculationPlan(), NOW_S + 3 * KEPT_S)
     assert KEPT_S - 1 <= len(view.seconds) <= KEPT_S
     assert view.num_engines == 1
 
@@ -248,10 +248,12 @@ def test_data_is_small() -> None:
     reasons = {"plan": 10, "acceptance": 3, "batch": 2, "probe": 1}
     for second in range(KEPT_S):
         positions = tuple(range(200, 192, -1))
-        history.add("a", observation(accepted_by_position=positions, k_by_reason=reasons), Plan(), NOW_S + second)
+        history.add(
+            "a", observation(accepted_by_position=positions, k_by_reason=reasons), SpeculationPlan(), NOW_S + second
+        )
 
     async def source(since_s: float) -> HistoryView:
-        return history.view(since_s, Plan(), NOW_S + KEPT_S)
+        return history.view(since_s, SpeculationPlan(), NOW_S + KEPT_S)
 
     assert len(get(f"/ui/data?since={NOW_S + KEPT_S - 1}", source).content) < 2_000
     whole = get("/ui/data", source)

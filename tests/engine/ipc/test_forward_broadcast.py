@@ -30,33 +30,33 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from engine.errors import ConfigError, ShardDown
-from engine.ipc.forward_broadcast import PlanReceiver, PlanSender, PlanSpec
+from engine.ipc.forward_broadcast import ForwardReceiver, ForwardRingSpec, ForwardSender
 from engine.ipc.forward_ring import ring_bytes
 
-SPEC = PlanSpec(max_rows=40, max_spans=6, max_blocks_per_span=5)
+SPEC = ForwardRingSpec(max_rows=40, max_spans=6, max_blocks_per_span=5)
 
 
 @pytest.fixture
-def sender() -> Iterator[PlanSender]:
-    end = PlanSender(SPEC, num_receivers=1, node_id=NODE)
+def sender() -> Iterator[ForwardSender]:
+    end = ForwardSender(SPEC, num_receivers=1, node_id=NODE)
     yield end
     end.close()
 
 
-def open_here(sender: PlanSender) -> PlanReceiver:
-    receiver = PlanReceiver.open(sender.handle(1), node_id=NODE)
+def open_here(sender: ForwardSender) -> ForwardReceiver:
+    receiver = ForwardReceiver.open(sender.handle(1), node_id=NODE)
     sender.wait_open(5)
     return receiver
 
 
-def send_until_it_fails(sender: PlanSender) -> None:
+def send_until_it_fails(sender: ForwardSender) -> None:
     for step_id in range(100_000):
         sender.send(step_id, a_plan(step_id, SPEC), deadline_s=0.1)
 
 
 def test_two_processes_see_every_one_of_three_thousand_plans_and_stay_flat() -> None:
     before = traces_left()
-    sender = PlanSender(SPEC, num_receivers=2, node_id=NODE)
+    sender = ForwardSender(SPEC, num_receivers=2, node_id=NODE)
     with ExitStack() as stack:
         pipes, sides = [], [os.getpid()]
         for shard in (1, 2):
@@ -82,7 +82,7 @@ def test_two_processes_see_every_one_of_three_thousand_plans_and_stay_flat() -> 
     assert eventually(lambda: set(traces_left()) <= set(before), 10)
 
 
-def test_a_slow_shard_holds_the_sender_back_and_misses_nothing(sender: PlanSender) -> None:
+def test_a_slow_shard_holds_the_sender_back_and_misses_nothing(sender: ForwardSender) -> None:
     ours, theirs = CHILDREN.Pipe()
     with child(checks_plans, sender.handle(1), theirs, 0.01):
         sender.wait_open(20)
@@ -99,7 +99,7 @@ def test_a_slow_shard_holds_the_sender_back_and_misses_nothing(sender: PlanSende
 
 @pytest.mark.parametrize(("signal_number", "message"), [(signal.SIGKILL, "dead"), (signal.SIGSTOP, "not taken")])
 def test_the_sender_names_the_shard_that_failed(signal_number: int, message: str) -> None:
-    sender = PlanSender(SPEC, num_receivers=2, node_id=NODE)
+    sender = ForwardSender(SPEC, num_receivers=2, node_id=NODE)
     ours, theirs = CHILDREN.Pipe()
     with child(checks_plans, sender.handle(1), theirs, 0.0), child(takes_no_plan, sender.handle(2)) as failing:
         sender.wait_open(20)
@@ -114,8 +114,8 @@ def test_the_sender_names_the_shard_that_failed(signal_number: int, message: str
 
 
 def test_missing_shards_are_named() -> None:
-    sender = PlanSender(SPEC, num_receivers=3, node_id=NODE)
-    receiver = PlanReceiver.open(sender.handle(2), node_id=NODE)
+    sender = ForwardSender(SPEC, num_receivers=3, node_id=NODE)
+    receiver = ForwardReceiver.open(sender.handle(2), node_id=NODE)
     with pytest.raises(ShardDown, match="shards 1, 3 have not opened"):
         sender.wait_open(0.1)
     with pytest.raises(ShardDown, match="not open"):
@@ -129,7 +129,7 @@ def test_a_shard_learns_within_100_ms_that_shard_0_was_killed() -> None:
     for _ in range(3):
         ours, theirs = CHILDREN.Pipe()
         with ours, theirs, child(sends_two_plans, SPEC, theirs) as shard_0:
-            receiver = PlanReceiver.open(ours.recv(), node_id=NODE)
+            receiver = ForwardReceiver.open(ours.recv(), node_id=NODE)
             steps = [receiver.receive(5), receiver.receive(5)]
             assert [message and message[0] for message in steps] == [7, 8]
             os.kill(shard_0.pid, signal.SIGKILL)
@@ -141,7 +141,7 @@ def test_a_shard_learns_within_100_ms_that_shard_0_was_killed() -> None:
     assert min(late) < 0.1, late
 
 
-def test_a_timeout_is_none_and_the_end_is_none_and_closed(sender: PlanSender) -> None:
+def test_a_timeout_is_none_and_the_end_is_none_and_closed(sender: ForwardSender) -> None:
     receiver = open_here(sender)
     assert receiver.receive(0.01) is None
     assert not receiver.closed
@@ -156,7 +156,7 @@ def test_a_timeout_is_none_and_the_end_is_none_and_closed(sender: PlanSender) ->
     receiver.close()
 
 
-def test_a_received_plan_is_a_copy(sender: PlanSender) -> None:
+def test_a_received_plan_is_a_copy(sender: ForwardSender) -> None:
     receiver = open_here(sender)
     sender.send(0, a_plan(0, SPEC), deadline_s=1)
     first = receiver.receive(1)
@@ -169,7 +169,7 @@ def test_a_received_plan_is_a_copy(sender: PlanSender) -> None:
 
 
 @pytest.mark.parametrize("second", [3, 5, 6, 2])
-def test_a_gap_in_the_steps_is_an_error(sender: PlanSender, second: int) -> None:
+def test_a_gap_in_the_steps_is_an_error(sender: ForwardSender, second: int) -> None:
     receiver = open_here(sender)
     sender.send(3, a_plan(3, SPEC), deadline_s=1)
     sender.send(second, a_plan(second, SPEC), deadline_s=1)
@@ -179,9 +179,9 @@ def test_a_gap_in_the_steps_is_an_error(sender: PlanSender, second: int) -> None
     receiver.close()
 
 
-def test_a_plan_above_the_capacity_is_the_callers_error(sender: PlanSender) -> None:
+def test_a_plan_above_the_capacity_is_the_callers_error(sender: ForwardSender) -> None:
     receiver = open_here(sender)
-    plan = a_plan(1, PlanSpec(max_rows=1, max_spans=1, max_blocks_per_span=1))
+    forward_input = a_plan(1, ForwardRingSpec(max_rows=1, max_spans=1, max_blocks_per_span=1))
     ints = np.zeros(41, dtype=np.int32)
     for changes, message in (
         ({"token_ids": ints, "positions": ints, "slots": ints}, "rows: 41 given, allowed are 40"),
@@ -192,19 +192,19 @@ def test_a_plan_above_the_capacity_is_the_callers_error(sender: PlanSender) -> N
         ({"logit_rows": np.zeros(2, dtype=np.int64)}, "int32"),
     ):
         with pytest.raises(ValueError, match=message):
-            sender.send(0, structs.replace(plan, **changes), deadline_s=1)
-    sender.send(0, plan, deadline_s=1)
+            sender.send(0, structs.replace(forward_input, **changes), deadline_s=1)
+    sender.send(0, forward_input, deadline_s=1)
     assert receiver.receive(1) is not None
     receiver.close()
 
 
-def test_wrong_places_are_refused(sender: PlanSender) -> None:
+def test_wrong_places_are_refused(sender: ForwardSender) -> None:
     with pytest.raises(ConfigError, match="made on node node-a, opened on node-b"):
-        PlanReceiver.open(sender.handle(1), node_id="node-b")
+        ForwardReceiver.open(sender.handle(1), node_id="node-b")
     for max_rows, message in ((80, "its spec needs"), (41, "made with other capacities")):
         larger = dataclasses.replace(sender.handle(1), spec=dataclasses.replace(SPEC, max_rows=max_rows))
         with pytest.raises(ConfigError, match=message):
-            PlanReceiver.open(larger, node_id=NODE)
+            ForwardReceiver.open(larger, node_id=NODE)
     with pytest.raises(ValueError, match="shard: 2 given"):
         sender.handle(2)
     with pytest.raises(ConfigError, match="num_slots: 0 given"):
@@ -212,7 +212,7 @@ def test_wrong_places_are_refused(sender: PlanSender) -> None:
     handle = sender.handle(1)
     sender.close()
     with pytest.raises(ShardDown, match="shard 0"):
-        PlanReceiver.open(handle, node_id=NODE)
+        ForwardReceiver.open(handle, node_id=NODE)
 
 
 @settings(max_examples=100)
@@ -221,7 +221,7 @@ def test_wrong_places_are_refused(sender: PlanSender) -> None:
     data=st.binary(min_size=1, max_size=16),
 )
 def test_a_scribbled_ring_never_harms_a_shard(offset: int, data: bytes) -> None:
-    sender = PlanSender(SPEC, num_receivers=1, node_id=NODE)
+    sender = ForwardSender(SPEC, num_receivers=1, node_id=NODE)
     receiver = open_here(sender)
     sender.send(0, a_plan(0, SPEC), deadline_s=1)
     end = min(offset + len(data), ring_bytes(SPEC, 1))
@@ -231,8 +231,8 @@ def test_a_scribbled_ring_never_harms_a_shard(offset: int, data: bytes) -> None:
     except ShardDown:
         message = None
     if message is not None:
-        plan = message[1]
-        assert len(plan.token_ids) <= SPEC.max_rows
-        assert len(plan.block_tables) <= SPEC.max_spans
+        forward_input = message[1]
+        assert len(forward_input.token_ids) <= SPEC.max_rows
+        assert len(forward_input.block_tables) <= SPEC.max_spans
     receiver.close()
     sender.close()

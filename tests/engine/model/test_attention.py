@@ -45,15 +45,15 @@ def both(
         Piece(range(total), context, total, owned)
         for (_, context), total, owned in zip(spans, totals, blocks, strict=True)
     ]
-    plan = plan_of(pieces, block_size=block_size)
+    forward_input = plan_of(pieces, block_size=block_size)
     generator = torch.Generator().manual_seed(len(spans) + sum(totals))
     cache_shape = (num_blocks, block_size, num_kv_heads, 16)
     keys, values = (torch.randn(cache_shape, generator=generator).to(dtype) for _ in range(2))
-    query = torch.randn(len(plan.token_ids), num_kv_heads * group_size, 16, generator=generator).to(dtype)
+    query = torch.randn(len(forward_input.token_ids), num_kv_heads * group_size, 16, generator=generator).to(dtype)
     fast = fast or make_attention("auto", group_size=group_size, dtype=dtype, device=CPU)
     slow = ReferenceAttention()
-    found = fast.attend(query, keys, values, fast.prepare(plan, block_size=block_size))
-    return found, slow.attend(query, keys, values, slow.prepare(plan, block_size=block_size))
+    found = fast.attend(query, keys, values, fast.prepare(forward_input, block_size=block_size))
+    return found, slow.attend(query, keys, values, slow.prepare(forward_input, block_size=block_size))
 
 
 @settings(max_examples=40)
@@ -110,8 +110,8 @@ def test_plans_of_numpy_views_are_taken() -> None:
     from msgspec.structs import replace
 
     attention = PaddedAttention(group_size=1, dtype=torch.float32, device=CPU)
-    plan = plan_of([Piece(range(9), 8, 9, [2, 0, 1])], block_size=4)
+    forward_input = plan_of([Piece(range(9), 8, 9, [2, 0, 1])], block_size=4)
     wide = np.zeros((1, 50), dtype=np.int32)
-    wide[:, :3] = plan.block_tables
-    groups = attention.prepare(replace(plan, block_tables=wide[:, :20]), block_size=4)
+    wide[:, :3] = forward_input.block_tables
+    groups = attention.prepare(replace(forward_input, block_tables=wide[:, :20]), block_size=4)
     assert groups[0].blocks.tolist() == [2, 0, 1]

@@ -101,11 +101,11 @@ def test_a_step_does_not_fault_its_memory_in_anew() -> None:
     model = load_model(resolve_model("smollm2", progress=False))
     runner = ModelRunner(model, num_blocks=420, block_size=16)
     pieces = [Piece(range(401), 400, 401, range(26 * index, 26 * index + 26)) for index in range(16)]
-    plan = plan_of(pieces, block_size=16)
+    forward_input = plan_of(pieces, block_size=16)
     for _ in range(3):
-        runner.forward(plan)
+        runner.forward(forward_input)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    runner.forward(plan)
+    runner.forward(forward_input)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 10_000
 
 
@@ -114,9 +114,9 @@ def test_no_logit_rows_gives_an_empty_result(tmp_path: Path) -> None:
     from msgspec.structs import replace
 
     folder = write_model(tmp_path, "llama")
-    plan = plan_of([Piece([5, 6, 7], 0, 3, [0])], block_size=4)
+    forward_input = plan_of([Piece([5, 6, 7], 0, 3, [0])], block_size=4)
     logits = ModelRunner(load_model(folder), num_blocks=2, block_size=4).forward(
-        replace(plan, logit_rows=np.zeros(0, dtype=np.int32))
+        replace(forward_input, logit_rows=np.zeros(0, dtype=np.int32))
     )
     assert logits is not None
     assert logits.shape == (0, VOCAB)

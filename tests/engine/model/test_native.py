@@ -73,13 +73,13 @@ def test_a_row_does_not_depend_on_its_neighbours_cuts_or_threads(tmp_path: Path)
 @needs_library
 def test_yields_the_features_of_the_slow_twin(tmp_path: Path) -> None:
     folder = write_model(tmp_path, "llama", **SIZES)
-    plan = plan_of([Piece(range(30), 0, 30, [3, 1])], block_size=16)
+    forward_input = plan_of([Piece(range(30), 0, 30, [3, 1])], block_size=16)
     runner = native_runner(folder, feature_layers=(0, 2))
     slow = ModelRunner(
         load_model(folder, kernel="torch", dtype=torch.float32, feature_layers=(0, 2)), num_blocks=4, block_size=16
     )
-    runner.forward(plan)
-    slow.forward(plan)
+    runner.forward(forward_input)
+    slow.forward(forward_input)
     assert runner.features is not None
     assert slow.features is not None
     assert runner.features.shape == slow.features.shape
@@ -91,8 +91,8 @@ def test_yields_the_features_of_the_slow_twin(tmp_path: Path) -> None:
 @needs_library
 def test_no_logit_rows_gives_an_empty_result(tmp_path: Path) -> None:
     folder = write_model(tmp_path, "llama", **SIZES)
-    plan = plan_of([Piece([5, 6, 7], 0, 3, [0])], block_size=16)
-    logits = native_runner(folder).forward(replace(plan, logit_rows=plan.logit_rows[:0]))
+    forward_input = plan_of([Piece([5, 6, 7], 0, 3, [0])], block_size=16)
+    logits = native_runner(folder).forward(replace(forward_input, logit_rows=forward_input.logit_rows[:0]))
     assert logits is not None
     assert logits.shape == (0, VOCAB)
 
@@ -100,9 +100,9 @@ def test_no_logit_rows_gives_an_empty_result(tmp_path: Path) -> None:
 @needs_library
 def test_idle_helpers_take_no_core(tmp_path: Path) -> None:
     runner = native_runner(write_model(tmp_path, "llama", **SIZES), threads=4)
-    plan = plan_of([Piece([5, 6, 7], 0, 3, [0])], block_size=16)
+    forward_input = plan_of([Piece([5, 6, 7], 0, 3, [0])], block_size=16)
     for _ in range(3):  # also: they wake up again
-        runner.forward(plan)
+        runner.forward(forward_input)
         time.sleep(0.1)
     before = time.process_time()
     time.sleep(0.5)

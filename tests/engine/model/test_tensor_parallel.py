@@ -17,7 +17,7 @@ from tiny_models import VOCAB, Piece, plan_of, write_model
 
 from engine.checkpoint.store import resolve_model
 from engine.checkpoint.weights import ShardSpec
-from engine.core.step import ForwardPlan
+from engine.core.step import ForwardInput
 from engine.errors import ConfigError, ShardDown
 from engine.model.collectives import Solo
 from engine.model.load import load_model
@@ -26,7 +26,7 @@ from engine.model.runner import ModelRunner
 BLOCK_SIZE = 8
 
 
-def plans_for(vocab: int) -> list[ForwardPlan]:
+def plans_for(vocab: int) -> list[ForwardInput]:
     """A prefill of two requests, then a decode beside a verify span."""
     rng = random.Random(vocab)
     first, second = ([rng.randrange(vocab) for _ in range(40)] for _ in range(2))
@@ -50,10 +50,10 @@ def test_shards_together_are_the_whole_model(tmp_path: Path, size: int) -> None:
     models.append((resolve_model("smollm2", progress=False), plans_for(49152), BLOCK_SIZE))
     results = run_ranks(logits_of_models, size, models)
     assert all(logits is None for rank in results[1:] for model in rank for logits in model)
-    for (folder, plans, _), found in zip(models, results[0], strict=True):
+    for (folder, forward_inputs, _), found in zip(models, results[0], strict=True):
         runner = ModelRunner(load_model(folder, dtype=torch.float32), num_blocks=128, block_size=BLOCK_SIZE)
-        for plan, logits in zip(plans, found, strict=True):
-            whole = runner.forward(plan)
+        for forward_input, logits in zip(forward_inputs, found, strict=True):
+            whole = runner.forward(forward_input)
             assert whole is not None
             assert np.abs(whole.numpy() - logits).max() < 1e-4, folder
 
