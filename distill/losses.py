@@ -27,14 +27,14 @@ def soft_targets(
         rows [..., M] int64 (0 where absent) and weights [..., M] float32 (0 where absent): KL and CE parts summed.
         Mass outside the draft's vocabulary is dropped, not spread: the draft cannot serve it.
     """
-    law = top_logprobs.float().exp()
+    distribution = top_logprobs.float().exp()
     if objective.temperature != 1.0:
-        kept = law.sum(-1, keepdim=True)
-        law = (top_logprobs.float() / objective.temperature).softmax(-1) * kept
-    law = law * objective.kl_weight
-    law[..., 0] += objective.ce_weight
+        kept = distribution.sum(-1, keepdim=True)
+        distribution = (top_logprobs.float() / objective.temperature).softmax(-1) * kept
+    distribution = distribution * objective.kl_weight
+    distribution[..., 0] += objective.ce_weight
     rows = to_draft[top_ids]
-    return rows.clamp(min=0), law * (rows >= 0)
+    return rows.clamp(min=0), distribution * (rows >= 0)
 
 
 class HeadLoss(torch.autograd.Function):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from fakes import FixedPacer, RandomPacer, ToyEngine, ToyModel, toy_drafter
 from msgspec import structs
-from reference import sequence_law
+from reference import sequence_distribution
 from statistic import p_value
 from toy_eagle import FeaturedToy, toy_eagle
 
@@ -28,7 +28,7 @@ from engine.draft.first_of import LookupFirst
 from engine.draft.ngram import NgramDrafter
 from engine.messages import SamplingParams, Submit
 from engine.sampling.distribution import Purpose, draw, gumbel, stream_seed, warp
-from engine.sampling.row_sampling import Law
+from engine.sampling.row_sampling import RowSampling
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -63,8 +63,8 @@ def target_and_drafter(method: str) -> tuple[ToyModel, Drafter]:
         return target, LookupFirst(NgramDrafter(min_size=2, max_size=3), model)
     if method == "eagle":
         target = FeaturedToy(vocab_size=VOCAB)
-        law = ToyModel(vocab_size=VOCAB, columns=4, seed=9, blend=0.5)
-        return target, toy_eagle(target, law, vocab=torch.tensor([4, 0, 2, 1]))[0]
+        sampling = ToyModel(vocab_size=VOCAB, columns=4, seed=9, blend=0.5)
+        return target, toy_eagle(target, sampling, vocab=torch.tensor([4, 0, 2, 1]))[0]
     return ToyModel(vocab_size=VOCAB), drafter_of(method)
 
 
@@ -85,7 +85,10 @@ def test_emitted_tokens_follow_the_target(method: str, temperature: float, top_p
     target, drafter = target_and_drafter(method)
     sampling = SamplingParams(temperature=temperature, top_p=top_p)
     counts = sample(target, drafter, sampling, seeded=seeded, runs=1000)
-    assert p_value(counts, sequence_law(target.logits_after, PROMPT, replace(sampling, max_tokens=NUM_TOKENS))) > ODDS
+    assert (
+        p_value(counts, sequence_distribution(target.logits_after, PROMPT, replace(sampling, max_tokens=NUM_TOKENS)))
+        > ODDS
+    )
 
 
 def test_the_chi_square_sees_a_wrong_law() -> None:
@@ -93,7 +96,10 @@ def test_the_chi_square_sees_a_wrong_law() -> None:
     sampling = SamplingParams(temperature=1.0)
     target, draft = ToyModel(vocab_size=VOCAB), ToyModel(vocab_size=VOCAB, seed=9, blend=0.5)
     counts = sample(draft, NoDrafter(), sampling, seeded=False, runs=1000)
-    assert p_value(counts, sequence_law(target.logits_after, PROMPT, replace(sampling, max_tokens=NUM_TOKENS))) < ODDS
+    assert (
+        p_value(counts, sequence_distribution(target.logits_after, PROMPT, replace(sampling, max_tokens=NUM_TOKENS)))
+        < ODDS
+    )
 
 
 def test_equal_seeds_give_equal_tokens_for_every_method_and_k() -> None:
@@ -121,8 +127,8 @@ def test_coupling_accepts_more_than_independent_draws_would() -> None:
     rng = np.random.default_rng(0)
     logits = torch.tensor(rng.normal(size=(2, 40)) * 1.5, dtype=torch.float32)
     logits[1] = logits[0] + 0.4 * logits[1]
-    law = Law(1.0, 1.0, 7, 0, True)
-    p, q = warp(logits, [law, law])
+    sampling = RowSampling(1.0, 1.0, 7, 0, True)
+    p, q = warp(logits, [sampling, sampling])
     ids = torch.arange(40)
     runs = 4000
     noise = gumbel([stream_seed(7, i, Purpose.TOKEN, 0) for i in range(runs)], ids)
@@ -179,8 +185,8 @@ def test_a_draft_may_be_cut_by_its_law_but_not_by_the_token_drawn(looks_at_token
     target = ToyModel(vocab_size=VOCAB)
     drafter = DropsDrafts(drafter_of("draft_model"), looks_at_token=looks_at_token)
     counts = sample(target, drafter, SamplingParams(), seeded=False, runs=2500)
-    law = sequence_law(target.logits_after, PROMPT, SamplingParams(max_tokens=NUM_TOKENS))
-    assert (p_value(counts, law) > ODDS) is not looks_at_token
+    sampling = sequence_distribution(target.logits_after, PROMPT, SamplingParams(max_tokens=NUM_TOKENS))
+    assert (p_value(counts, sampling) > ODDS) is not looks_at_token
 
 
 class FloorPacer(RandomPacer):
@@ -210,6 +216,6 @@ def test_a_draft_that_stops_where_its_confidence_says_so_leaves_the_law_alone(se
         for i in range(2500)
     ]
     counts = Counter(tuple(tokens) for tokens in engine.run(submits).values())
-    assert p_value(counts, sequence_law(target.logits_after, PROMPT, sampling)) > ODDS
+    assert p_value(counts, sequence_distribution(target.logits_after, PROMPT, sampling)) > ODDS
     assert pacer.num_cut > 300
     assert pacer.num_whole > 300

@@ -45,7 +45,7 @@ from engine.ipc.wire import (
     frame_len,
 )
 from engine.messages import Delta, GrammarSpec, SamplingParams, Submit
-from engine.sampling.row_sampling import Law
+from engine.sampling.row_sampling import RowSampling
 
 KEY = "a key of sixteen characters or more"
 URLS = {
@@ -264,7 +264,7 @@ def test_a_scribbled_draft_buffer_is_noticed_or_harmless(places: list[tuple[int,
     buffer = mmap.mmap(-1, block_bytes(SPEC))
     block = DraftBlock(buffer, SPEC, epoch=7)
     block.initialize()
-    rows = [OrderRow(key, 0, (1, 2, 3), k, Law(1.0, 1.0, 7, 1, True)) for key, k in ((1, 4), (2, 2))]
+    rows = [OrderRow(key, 0, (1, 2, 3), k, RowSampling(1.0, 1.0, 7, 1, True)) for key, k in ((1, 4), (2, 2))]
     block.write_order(1, rows, [5])
     block.write_answer(block.read_order(1), [AnswerRow((1, 2), (0.5, 0.5)), AnswerRow((3,))], 0.1)
     scribbled(buffer, places, 64 if near else 1 << 30)

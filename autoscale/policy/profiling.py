@@ -24,7 +24,7 @@ from autoscale.policy.cost_curve import Curves, Points
 from autoscale.policy.cost_model import BATCH_KNOTS, ROW_KNOTS, CostTable
 from engine.core.step import ForwardInput
 from engine.draft.messages import Answer, OrderRow
-from engine.sampling.row_sampling import Law
+from engine.sampling.row_sampling import RowSampling
 
 SHORT_CONTEXT, LONG_CONTEXT = 32, 512
 REPEATS, FEW_REPEATS, LONG_FORWARD_S = 6, 2, 0.05
@@ -187,7 +187,7 @@ def _fastest(
 
 
 def _order(key: int, start: int, num_feed: int, k: int) -> OrderRow:
-    return OrderRow(key, start, (1,) * num_feed, k, Law(0.0, 1.0, 0, 0, False))
+    return OrderRow(key, start, (1,) * num_feed, k, RowSampling(0.0, 1.0, 0, 0, False))
 
 
 def _plan(q_lens: Sequence[int], context: int, width: int, block_size: int) -> ForwardInput:

@@ -16,7 +16,7 @@ from engine.draft.messages import AnswerRow, OrderRow
 from engine.draft_buffer.layout import BufferSpec
 from engine.draft_buffer.target_end import BufferHandle, create_draft_buffer, open_draft_buffer
 from engine.errors import EngineUnavailable
-from engine.sampling.row_sampling import Law
+from engine.sampling.row_sampling import RowSampling
 
 NODE = "bench"
 SPEC = BufferSpec(max_rows=32, max_k=5, max_feed=256, max_released=8, draft_vocab=1024, target_vocab=49152)
@@ -63,7 +63,7 @@ def measure_handoff(*, num_orders: int = 2000, num_rows: int = 1) -> Handoff:
 
 
 def _row(key: int, number: int) -> OrderRow:
-    return OrderRow(key, number, (key,), 5, Law(0.0, 1.0, key, number, True))
+    return OrderRow(key, number, (key,), 5, RowSampling(0.0, 1.0, key, number, True))
 
 
 def _answer(handle: BufferHandle) -> None:

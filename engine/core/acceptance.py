@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from engine.core.step import DraftRow, RowVerdict, Span
 from engine.messages import EmittedKind
 from engine.sampling.distribution import Purpose, draw, gumbel, most_likely, stream_seed, uniform, warp
-from engine.sampling.row_sampling import Law
+from engine.sampling.row_sampling import RowSampling
 
 
 class _Job(Struct, frozen=True, gc=False):
@@ -23,12 +23,12 @@ class _Job(Struct, frozen=True, gc=False):
     drafted: DraftRow
     rows: range
     """Its logit rows: one per draft token, then one."""
-    law: Law
+    sampling: RowSampling
 
     @property
     def by_choice(self) -> bool:
         """Whether the target's token is a function of context and stream, so that drafts need only be compared."""
-        return self.law.greedy or self.law.coupled
+        return self.sampling.greedy or self.sampling.coupled
 
 
 def _target_choices(logits: torch.Tensor, jobs: Sequence[_Job]) -> list[int]:
@@ -39,17 +39,17 @@ def _target_choices(logits: torch.Tensor, jobs: Sequence[_Job]) -> list[int]:
     own = logits if len(every) == len(logits) else logits[every]
     choices = most_likely(own)
     sampled: list[int] = []  # indices into `every`
-    laws: list[Law] = []
+    samplings: list[RowSampling] = []
     seeds: list[int] = []
     offset = 0
     for job in jobs:
-        if not job.law.greedy:
+        if not job.sampling.greedy:
             sampled += range(offset, offset + len(job.rows))
-            laws += [job.law] * len(job.rows)
+            samplings += [job.sampling] * len(job.rows)
             seeds += _seeds(job, Purpose.TOKEN)
         offset += len(job.rows)
     if sampled:
-        probs = warp(own if len(sampled) == len(own) else own[sampled], laws)
+        probs = warp(own if len(sampled) == len(own) else own[sampled], samplings)
         noise = gumbel(seeds, torch.arange(probs.shape[-1], device=probs.device))
         choices[sampled] = draw(probs, noise)
     result: list[int] = choices.tolist()
@@ -58,7 +58,9 @@ def _target_choices(logits: torch.Tensor, jobs: Sequence[_Job]) -> list[int]:
 
 def _seeds(job: _Job, purpose: Purpose) -> list[int]:
     begin = len(job.span.request.tokens)
-    return [stream_seed(job.law.stream_key, begin + j, purpose, job.law.attempt) for j in range(len(job.rows))]
+    return [
+        stream_seed(job.sampling.stream_key, begin + j, purpose, job.sampling.attempt) for j in range(len(job.rows))
+    ]
 
 
 def _compare(drafted: Sequence[int], choices: Sequence[int]) -> RowVerdict:
@@ -87,16 +89,16 @@ def _reject_all(
     if not jobs:
         return
     every = [row for job in jobs for row in job.rows]
-    laws = [job.law for job in jobs for _ in job.rows]
-    probs = warp(logits if len(every) == len(logits) else logits[every], laws)
+    samplings = [job.sampling for job in jobs for _ in job.rows]
+    probs = warp(logits if len(every) == len(logits) else logits[every], samplings)
     for job in jobs:
         own, probs = probs[: len(job.rows)], probs[len(job.rows) :]
-        verdict = _reject(own, len(job.span.request.tokens), job.law, job.drafted, vocab)
+        verdict = _reject(own, len(job.span.request.tokens), job.sampling, job.drafted, vocab)
         verdicts[job.index] = _with_prompt(verdict, verdicts[job.index])
 
 
 def _reject(
-    target_probs: torch.Tensor, position: int, law: Law, drafted: DraftRow, vocab: torch.Tensor | None
+    target_probs: torch.Tensor, position: int, sampling: RowSampling, drafted: DraftRow, vocab: torch.Tensor | None
 ) -> RowVerdict:
     """Rejection sampling over one span.
 
@@ -110,16 +112,16 @@ def _reject(
     tokens: list[int] = []
     for j, token in enumerate(drafted.token_ids):
         q = _draft_probs(drafted, j, vocab, target_probs[j])
-        accept = uniform(stream_seed(law.stream_key, position + j, Purpose.ACCEPT, law.attempt))
+        accept = uniform(stream_seed(sampling.stream_key, position + j, Purpose.ACCEPT, sampling.attempt))
         if accept * float(q[token]) < float(target_probs[j, token]):
             tokens.append(token)
             continue
         residual = (target_probs[j] - q).clamp_(min=0.0)
         if not residual.any():  # p equals q but for rounding
             residual = target_probs[j]
-        tokens.append(_draw_one(residual, position + j, Purpose.RECOVER, law))
+        tokens.append(_draw_one(residual, position + j, Purpose.RECOVER, sampling))
         return RowVerdict(tuple(tokens), j, "recovered")
-    tokens.append(_draw_one(target_probs[k], position + k, Purpose.TOKEN, law))
+    tokens.append(_draw_one(target_probs[k], position + k, Purpose.TOKEN, sampling))
     return RowVerdict(tuple(tokens), k, _last_kind(k, k))
 
 
@@ -135,7 +137,7 @@ def _draft_probs(drafted: DraftRow, j: int, vocab: torch.Tensor | None, like: to
     return q
 
 
-def _draw_one(weights: torch.Tensor, position: int, purpose: Purpose, law: Law) -> int:
-    seed = stream_seed(law.stream_key, position, purpose, law.attempt)
+def _draw_one(weights: torch.Tensor, position: int, purpose: Purpose, sampling: RowSampling) -> int:
+    seed = stream_seed(sampling.stream_key, position, purpose, sampling.attempt)
     noise = gumbel([seed], torch.arange(len(weights), device=weights.device))
     return int(draw(weights.unsqueeze(0), noise))

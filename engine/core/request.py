@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.messages import FinishReason, Submit, TokenLogprobs
-from engine.sampling.row_sampling import Law
+from engine.sampling.row_sampling import RowSampling
 
 if TYPE_CHECKING:  # A type only. At run time this would import torch, which `autoscale` does without.
     from engine.sampling.logits_processor import Rules
@@ -68,11 +68,11 @@ class Request:
         return len(self.tokens) - self.num_computed
 
     @property
-    def row_sampling(self) -> Law:
+    def row_sampling(self) -> RowSampling:
         """How the logits of its next step become distributions. Seeded requests are coupled."""
         sampling = self.submit.sampling
         coupled = sampling.seed is not None
-        return Law(
+        return RowSampling(
             sampling.temperature,
             sampling.top_p,
             self.stream_key,

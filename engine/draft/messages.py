@@ -15,7 +15,7 @@ import msgspec
 
 from engine.core.step import KReason
 from engine.sampling.penalties import TokenOptions
-from engine.sampling.row_sampling import Law
+from engine.sampling.row_sampling import RowSampling
 
 MAX_OPTIONS = 1 << 18
 """Bytes of request options in one order; a request that alone needs more is not drafted for."""
@@ -42,7 +42,7 @@ class OrderRow:
     """Committed tokens from `start` on: the last verdict's, or a chunk of a long prompt; may be empty."""
     k: int
     """Tokens to draft after the feed."""
-    law: Law
+    sampling: RowSampling
     """Of the target; a coupled one has the draft draw with the same random numbers, so that equal laws give equal
     tokens."""
     options: TokenOptions | None = None
@@ -54,12 +54,12 @@ class OrderRow:
     none (any more). Empty where the draft reads no features."""
 
     def __post_init__(self) -> None:
-        law = self.law
-        if self.start < 0 or self.k < 0 or not 0 <= law.stream_key < 2**64:
+        sampling = self.sampling
+        if self.start < 0 or self.k < 0 or not 0 <= sampling.stream_key < 2**64:
             raise ValueError(f"order row {self.key}: start {self.start}, k {self.k} or stream key out of range")
-        if not (math.isfinite(law.temperature) and law.temperature >= 0 and 0 < law.top_p <= 1):
+        if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0 and 0 < sampling.top_p <= 1):
             raise ValueError(f"order row {self.key}: temperature {law.temperature} or top_p {law.top_p} out of range")
-        if law.top_k < 0 or not 0 <= law.min_p <= 1:
+        if sampling.top_k < 0 or not 0 <= sampling.min_p <= 1:
             raise ValueError(f"order row {self.key}: top_k {law.top_k} or min_p {law.min_p} out of range")
         if not 0 <= self.floor <= 1:
             raise ValueError(f"order row {self.key}: floor {self.floor} is not within 0 and 1")

@@ -102,7 +102,7 @@ class DraftModel:
         if num_tokens > self._max_model_len or not self._pool.reserve(sequence, num_cells):
             self._drop(order.key)
             return None
-        row = Drafting(place, order, sequence, order.law, order.k, unread, places)
+        row = Drafting(place, order, sequence, order.sampling, order.k, unread, places)
         if not self._is_ready(sequence):
             row.k = 0
             row.reason = "catch_up" if sequence.rules is None else "plan"
@@ -226,12 +226,12 @@ class DraftModel:
         """
         columns = most_likely(logits)
         confidences = logits.softmax(dim=-1).amax(dim=-1).tolist()
-        sampled = [index for index, row in enumerate(active) if not row.law.greedy]
+        sampled = [index for index, row in enumerate(active) if not row.sampling.greedy]
         if sampled:
-            q = warp(logits[sampled], [active[index].law for index in sampled])
-            for index, law in zip(sampled, q, strict=True):
+            q = warp(logits[sampled], [active[index].sampling for index in sampled])
+            for index, sampling in zip(sampled, q, strict=True):
                 if active[index].samples_from_q:
-                    probs[active[index].place, len(active[index].token_ids)].copy_(law)
+                    probs[active[index].place, len(active[index].token_ids)].copy_(sampling)
             ids = self._vocab if self._vocab is not None else torch.arange(logits.shape[-1], device=logits.device)
             noise = gumbel([self._seed(active[index]) for index in sampled], ids)
             columns[sampled] = draw(q, noise)
@@ -246,8 +246,8 @@ class DraftModel:
                 row.k = len(row.token_ids)
 
     def _seed(self, row: Drafting) -> int:
-        purpose = Purpose.TOKEN if row.law.coupled else Purpose.DRAFT
-        return stream_seed(row.law.stream_key, len(row.sequence.tokens), purpose, row.law.attempt)
+        purpose = Purpose.TOKEN if row.sampling.coupled else Purpose.DRAFT
+        return stream_seed(row.sampling.stream_key, len(row.sequence.tokens), purpose, row.sampling.attempt)
 
 
 def _kept(active: list[Drafting], outputs: Outputs, keep: list[bool]) -> tuple[list[Drafting], Outputs]:

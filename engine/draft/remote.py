@@ -205,7 +205,7 @@ class RemoteDrafter:
                     start=start,
                     feed=feed,
                     k=span.k if caught_up else 0,
-                    law=request.row_sampling,
+                    sampling=request.row_sampling,
                     floor=span.floor,
                     options=request.rules.options if request.rules is not None and start == 0 else None,
                     feature_rows=self._log.rows(request.key, start, len(feed)) if self._log is not None else (),

@@ -19,7 +19,7 @@ from engine.core.step import KReason
 from engine.draft.messages import OrderRow
 from engine.sampling.logits_processor import Rules
 from engine.sampling.penalties import TokenOptions
-from engine.sampling.row_sampling import Law
+from engine.sampling.row_sampling import RowSampling
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +79,7 @@ class Drafting:
     place: int
     order: OrderRow
     sequence: DraftSequence
-    law: Law
+    sampling: RowSampling
     k: int
     """Tokens to draft; less than the order's when the text ends before."""
     unread: Sequence[int]
@@ -100,4 +100,4 @@ class Drafting:
     @property
     def samples_from_q(self) -> bool:
         """Whether the target needs q: only under the rejection rule."""
-        return not (self.law.greedy or self.law.coupled)
+        return not (self.sampling.greedy or self.sampling.coupled)

@@ -30,7 +30,7 @@ from engine.draft_buffer.layout import (
     split,
     within,
 )
-from engine.sampling.row_sampling import Law
+from engine.sampling.row_sampling import RowSampling
 
 
 class DraftBlock:
@@ -110,8 +110,8 @@ class DraftBlock:
             self._write_feature_rows(rows, len(feed))
         self._arrays.order_rows[: len(rows)] = [
             (
-                *(r.key, r.start, len(r.feed), r.k, r.law.temperature, r.law.top_p, r.law.stream_key),
-                *(r.law.attempt, r.law.coupled, r.law.top_k, r.law.min_p, r.floor, len(blob)),
+                *(r.key, r.start, len(r.feed), r.k, r.sampling.temperature, r.sampling.top_p, r.sampling.stream_key),
+                *(r.sampling.attempt, r.sampling.coupled, r.sampling.top_k, r.sampling.min_p, r.floor, len(blob)),
             )
             for r, blob in zip(rows, blobs, strict=True)
         ]
@@ -232,7 +232,7 @@ def _order_row(
     key, start, _, k, temperature, top_p, stream, attempt, coupled, top_k, min_p, floor, _ = raw
     return OrderRow(
         *(key, start, feed, count("k", k, max_k)),
-        Law(temperature, top_p, stream, attempt, bool(coupled), top_k, min_p),
+        RowSampling(temperature, top_p, stream, attempt, bool(coupled), top_k, min_p),
         floor=floor,
         options=decode_options(blob),
         feature_rows=feature_rows,

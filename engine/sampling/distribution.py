@@ -17,7 +17,7 @@ from enum import IntEnum
 
 import torch
 
-from engine.sampling.row_sampling import Law
+from engine.sampling.row_sampling import RowSampling
 
 _INT32 = 1 << 32
 _HEAD = 256
@@ -81,7 +81,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def warp(logits: torch.Tensor, laws: Sequence[Law]) -> torch.Tensor:
+def warp(logits: torch.Tensor, samplings: Sequence[RowSampling]) -> torch.Tensor:
     """The distributions that sampled rows are drawn from: temperature, then top-k, min-p and top-p, in this order.
 
     Each cut works on what the one before has left, renormalised, and keeps every token that is as likely as the last
@@ -94,26 +94,28 @@ def warp(logits: torch.Tensor, laws: Sequence[Law]) -> torch.Tensor:
     Returns:
         [R, V] float32 probabilities; rows sum to 1 within rounding, excluded tokens are exactly 0.
     """
-    temperature = torch.tensor([law.temperature for law in laws], dtype=torch.float32, device=logits.device)
+    temperature = torch.tensor(
+        [sampling.temperature for sampling in samplings], dtype=torch.float32, device=logits.device
+    )
     probs = torch.softmax(logits / temperature.unsqueeze(1), dim=-1)
-    rows = [row for row, law in enumerate(laws) if law.top_k > 0 or law.min_p > 0.0]
+    rows = [row for row, sampling in enumerate(samplings) if sampling.top_k > 0 or sampling.min_p > 0.0]
     if rows:
-        probs[rows] = _truncate(probs[rows], [laws[row] for row in rows])
-    rows = [row for row, law in enumerate(laws) if law.top_p < 1.0]
+        probs[rows] = _truncate(probs[rows], [samplings[row] for row in rows])
+    rows = [row for row, sampling in enumerate(samplings) if sampling.top_p < 1.0]
     if rows:
-        top_p = torch.tensor([laws[row].top_p for row in rows], dtype=torch.float32, device=logits.device)
+        top_p = torch.tensor([samplings[row].top_p for row in rows], dtype=torch.float32, device=logits.device)
         probs[rows] = _nucleus(probs[rows], top_p)
     return probs
 
 
-def _truncate(probs: torch.Tensor, laws: Sequence[Law]) -> torch.Tensor:
+def _truncate(probs: torch.Tensor, samplings: Sequence[RowSampling]) -> torch.Tensor:
     """Top-k, then min-p (Nguyen et al. 2024), renormalised."""
     num_tokens = probs.shape[-1]
-    top_k = torch.tensor([min(law.top_k or num_tokens, num_tokens) for law in laws], device=probs.device)
-    width = max((law.top_k for law in laws if law.top_k < num_tokens), default=1)
+    top_k = torch.tensor([min(sampling.top_k or num_tokens, num_tokens) for sampling in samplings], device=probs.device)
+    width = max((sampling.top_k for sampling in samplings if sampling.top_k < num_tokens), default=1)
     head = probs.topk(max(width, 1), dim=-1).values  # descending
     kth = head.gather(1, (top_k - 1).clamp(max=head.shape[1] - 1).unsqueeze(1))
-    min_p = torch.tensor([law.min_p for law in laws], dtype=torch.float32, device=probs.device)
+    min_p = torch.tensor([sampling.min_p for sampling in samplings], dtype=torch.float32, device=probs.device)
     floor = torch.maximum(kth * (top_k < num_tokens).unsqueeze(1), head[:, :1] * min_p.unsqueeze(1))
     probs = probs.masked_fill(probs < floor, 0.0)
     return probs.div_(probs.sum(dim=-1, keepdim=True))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 
-class Law(Struct, frozen=True, gc=False):
+class RowSampling(Struct, frozen=True, gc=False):
     """How one row of logits becomes a distribution.
 
     `coupled` rows choose their token as a function of (law, stream, position) alone; the others use rejection sampling.

@@ -67,11 +67,11 @@ def test_generator_records_what_the_target_computes(target: FrozenTarget, model:
         tapped.clear()
         with torch.inference_mode():
             logits = twin(torch.from_numpy(doc.tokens.astype(np.int64))[None]).logits[0]
-        law = logits.log_softmax(-1).topk(8)
+        distribution = logits.log_softmax(-1).topk(8)
         features = torch.from_numpy(doc.features).view(torch.bfloat16).float()
         torch.testing.assert_close(features, torch.stack(tapped, 1), rtol=0.01, atol=0.01)
-        np.testing.assert_allclose(doc.top_logprobs, law.values.numpy(), atol=0.02)
-        assert (doc.top_ids[:, 0] == law.indices[:, 0].numpy()).mean() > 0.95
+        np.testing.assert_allclose(doc.top_logprobs, distribution.values.numpy(), atol=0.02)
+        assert (doc.top_ids[:, 0] == distribution.indices[:, 0].numpy()).mean() > 0.95
 
 
 @needs_library
@@ -88,8 +88,8 @@ def test_generator_keeps_what_serving_computes(tmp_path: Path) -> None:
         assert logits is not None
         assert runner.features is not None
         np.testing.assert_array_equal(doc.features, runner.features.view(len(ids), 2, 96).view(torch.uint16).numpy())
-        law = logits.log_softmax(-1).topk(8)
-        np.testing.assert_allclose(doc.top_logprobs, law.values.numpy(), rtol=1e-3, atol=1e-3)
+        distribution = logits.log_softmax(-1).topk(8)
+        np.testing.assert_allclose(doc.top_logprobs, distribution.values.numpy(), rtol=1e-3, atol=1e-3)
 
 
 def test_read_only_prompts_are_kept_without_their_last_token(model: Model) -> None:
@@ -108,11 +108,11 @@ def test_read_only_prompts_are_kept_without_their_last_token(model: Model) -> No
 )
 def test_likeliest_is_exact(vocab: int, count: int, spread: float, seed: int) -> None:
     logits = torch.randn(9, vocab, generator=torch.Generator().manual_seed(seed)) * spread
-    law = logits.log_softmax(-1)
+    distribution = logits.log_softmax(-1)
     values, ids = likeliest(logits, count)
-    expected = law.topk(min(count, vocab)).values
+    expected = distribution.topk(min(count, vocab)).values
     torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(law.gather(1, ids), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(distribution.gather(1, ids), expected, rtol=1e-5, atol=1e-5)
     assert all(len(set(row)) == len(row) for row in ids.tolist())
 
 

@@ -15,7 +15,7 @@ from engine.draft.messages import AnswerRow, OrderRow
 from engine.draft_buffer.layout import BufferSpec
 from engine.draft_buffer.target_end import BufferHandle, TargetEnd, create_draft_buffer, gpu_uuid, open_draft_buffer
 from engine.errors import ConfigError, DraftDown, EngineUnavailable
-from engine.sampling.row_sampling import Law
+from engine.sampling.row_sampling import RowSampling
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,7 +24,7 @@ pytestmark = [
 
 NODE = "node-a"
 SPEC = BufferSpec(max_rows=8, max_k=4, max_feed=64, max_released=8, draft_vocab=32_000)
-ROWS = [OrderRow(key, 0, (1,), 4, Law(1.0, 1.0, 0, 0, True)) for key in range(8)]
+ROWS = [OrderRow(key, 0, (1,), 4, RowSampling(1.0, 1.0, 0, 0, True)) for key in range(8)]
 CHILDREN = multiprocessing.get_context("spawn")
 
 

@@ -84,7 +84,7 @@ def processed(
     return out
 
 
-def target_law(logits: np.ndarray, sampling: SamplingParams) -> np.ndarray:
+def target_distribution(logits: np.ndarray, sampling: SamplingParams) -> np.ndarray:
     """The law of the next token, from processed logits.
 
     Args:
@@ -94,25 +94,25 @@ def target_law(logits: np.ndarray, sampling: SamplingParams) -> np.ndarray:
         [V] float64, sums to 1.
     """
     if sampling.temperature == 0:
-        law = np.zeros(len(logits))
-        law[int(np.argmax(logits))] = 1.0
-        return law
+        distribution = np.zeros(len(logits))
+        distribution[int(np.argmax(logits))] = 1.0
+        return distribution
     scaled = logits.astype(np.float64) / sampling.temperature
-    law = np.exp(scaled - scaled.max())
-    law /= law.sum()
+    distribution = np.exp(scaled - scaled.max())
+    distribution /= distribution.sum()
     if sampling.top_k:
-        law[np.argsort(-law, kind="stable")[sampling.top_k :]] = 0.0
-        law /= law.sum()
-    law[law < sampling.min_p * law.max()] = 0.0
-    law /= law.sum()
-    mass, kept = 0.0, np.zeros(len(law), dtype=bool)
-    for token in np.argsort(-law, kind="stable"):
+        distribution[np.argsort(-distribution, kind="stable")[sampling.top_k :]] = 0.0
+        distribution /= distribution.sum()
+    distribution[distribution < sampling.min_p * distribution.max()] = 0.0
+    distribution /= distribution.sum()
+    mass, kept = 0.0, np.zeros(len(distribution), dtype=bool)
+    for token in np.argsort(-distribution, kind="stable"):
         kept[token] = True
-        mass += law[token]
+        mass += distribution[token]
         if mass >= sampling.top_p:
             break
-    law = np.where(kept, law, 0.0)
-    return law / law.sum()
+    distribution = np.where(kept, distribution, 0.0)
+    return distribution / distribution.sum()
 
 
 def token_logprobs(logits: np.ndarray, token: int, num_top: int) -> TokenLogprobs:
@@ -140,15 +140,15 @@ def generate(
         if allowed is None:
             finish_reason = "error"
             break
-        law = target_law(allowed, sampling)
+        distribution = target_distribution(allowed, sampling)
         if sampling.temperature == 0:
-            token = int(np.argmax(law))
+            token = int(np.argmax(distribution))
         else:
             assert sampling.seed is not None
             seed = stream_seed(sampling.seed, len(tokens), Purpose.TOKEN, 0)
-            noise = gumbel([seed], torch.arange(len(law)))[0].numpy()
+            noise = gumbel([seed], torch.arange(len(distribution)))[0].numpy()
             with np.errstate(divide="ignore"):
-                token = int(np.argmax(np.log(law) + noise))
+                token = int(np.argmax(np.log(distribution) + noise))
         tokens.append(token)
         out.append(token)
         if sampling.num_logprobs is not None:
@@ -163,24 +163,24 @@ def generate(
     return Generated(out, finish_reason, logprobs, scored)
 
 
-def sequence_law(
+def sequence_distribution(
     logits_after: LogitsAfter, prompt: Sequence[int], sampling: SamplingParams, spelling: Spelling | None = None
 ) -> dict[tuple[int, ...], float]:
     """Probability of each answer of at most `max_tokens` tokens."""
     spelling = spelling or Spelling()
     end_ids = end_ids_of(sampling, spelling)
-    law: dict[tuple[int, ...], float] = {}
+    distribution: dict[tuple[int, ...], float] = {}
     begun: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
     while begun:
         answer, mass = begun.pop()
         if len(answer) == sampling.max_tokens or (answer and answer[-1] in end_ids):
-            law[answer] = mass
+            distribution[answer] = mass
             continue
         allowed = processed(logits_after([*prompt, *answer]), prompt, answer, sampling, spelling)
         assert allowed is not None
-        chances = target_law(allowed, sampling)
+        chances = target_distribution(allowed, sampling)
         begun += [((*answer, token), mass * chance) for token, chance in enumerate(chances) if chance > 0]
-    return law
+    return distribution
 
 
 def equal_logprobs(got: Sequence[TokenLogprobs], expected: Sequence[TokenLogprobs], *, bound: float) -> bool:

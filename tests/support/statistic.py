@@ -10,12 +10,12 @@ from scipy.stats import chi2
 Outcome = tuple[int, ...]
 
 
-def chi_square(counts: Mapping[Outcome, int], law: Mapping[Outcome, float]) -> tuple[float, int]:
+def chi_square(counts: Mapping[Outcome, int], distribution: Mapping[Outcome, float]) -> tuple[float, int]:
     """Statistic and degrees of freedom, cells of small expectation pooled; infinite after an impossible outcome."""
     total = sum(counts.values())
-    if any(law.get(outcome, 0.0) == 0 for outcome in counts):
+    if any(distribution.get(outcome, 0.0) == 0 for outcome in counts):
         return float("inf"), 1
-    cells = [(mass * total, counts.get(outcome, 0)) for outcome, mass in law.items() if mass > 0]
+    cells = [(mass * total, counts.get(outcome, 0)) for outcome, mass in distribution.items() if mass > 0]
     big = [cell for cell in cells if cell[0] >= 8]
     rest = [cell for cell in cells if cell[0] < 8]
     if rest:
@@ -24,13 +24,13 @@ def chi_square(counts: Mapping[Outcome, int], law: Mapping[Outcome, float]) -> t
     return float(((observed - expected) ** 2 / expected).sum()), len(big) - 1
 
 
-def p_value(counts: Mapping[Outcome, int], law: Mapping[Outcome, float]) -> float:
+def p_value(counts: Mapping[Outcome, int], distribution: Mapping[Outcome, float]) -> float:
     """Of one law."""
-    statistic, degrees = chi_square(counts, law)
+    statistic, degrees = chi_square(counts, distribution)
     return float(chi2.sf(statistic, degrees)) if degrees else float(statistic < 1e-6)
 
 
 def joint_p_value(pairs: list[tuple[Mapping[Outcome, int], Mapping[Outcome, float]]]) -> float:
     """Of many independent laws at once; sees a small bias that they share."""
-    parts = [chi_square(counts, law) for counts, law in pairs]
+    parts = [chi_square(counts, distribution) for counts, distribution in pairs]
     return float(chi2.sf(sum(statistic for statistic, _ in parts), sum(degrees for _, degrees in parts)))

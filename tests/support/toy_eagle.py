@@ -66,8 +66,8 @@ class ToyEagle:
 
     reads_features = True
 
-    def __init__(self, law: ToyModel, *, num_blocks: int, block_size: int) -> None:
-        self._law = law
+    def __init__(self, distribution: ToyModel, *, num_blocks: int, block_size: int) -> None:
+        self._distribution = distribution
         self._block_size = block_size
         self._cells = np.full((num_blocks * block_size, 3), -1, dtype=np.int64)
         self.num_forwards = 0
@@ -92,8 +92,8 @@ class ToyEagle:
         for span, kv_len in enumerate(forward_input.kv_lens):
             self._check(forward_input.block_tables[span], int(kv_len))
         logits = np.stack(
-            [self._law.logits_after([int(known[row][1]), *after[row][1:]]) for row in forward_input.logit_rows]
-            or [np.zeros(self._law.columns, np.float32)]
+            [self._distribution.logits_after([int(known[row][1]), *after[row][1:]]) for row in forward_input.logit_rows]
+            or [np.zeros(self._distribution.columns, np.float32)]
         )[: len(forward_input.logit_rows)]
         carried = torch.tensor([after[row] for row in forward_input.logit_rows], dtype=torch.float32)
         return Outputs(torch.from_numpy(logits.astype(np.float32)), carried)
@@ -110,7 +110,7 @@ class ToyEagle:
 
 def toy_eagle(
     target: FeaturedToy,
-    law: ToyModel,
+    distribution: ToyModel,
     *,
     num_blocks: int = 64,
     vocab: torch.Tensor | None = None,
@@ -118,14 +118,14 @@ def toy_eagle(
     ring: int = 256,
 ) -> tuple[RemoteDrafter, LoopbackEnd]:
     """A drafter that reads the target's features, and the end it is attached to."""
-    architecture = ToyEagle(law, num_blocks=num_blocks, block_size=target.block_size)
+    architecture = ToyEagle(distribution, num_blocks=num_blocks, block_size=target.block_size)
     pool = BlockPool(num_blocks, target.block_size, prefix_cache=True, ahead=1)
     model = DraftModel(architecture, pool, vocab=vocab, max_model_len=10_000)
     drafter = RemoteDrafter(max_feed=max_feed, max_released=64, deadline_s=1.0, on_down=print)
     drafter.set_vocab(vocab)
     width = len(target.features_after([]))
     features = torch.full((ring, width), float("nan"))
-    end = LoopbackEnd(model, max_rows=64, max_k=16, draft_vocab=law.columns, features=features)
+    end = LoopbackEnd(model, max_rows=64, max_k=16, draft_vocab=distribution.columns, features=features)
     drafter.attach(end)
     target.drafter = drafter
     return drafter, end

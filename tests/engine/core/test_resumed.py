@@ -77,5 +77,5 @@ def test_without_a_seed_the_law_is_kept() -> None:
     outcomes = [tuple(tokens) for tokens in engine.run(submits).values()]
     assert {len(outcome) for outcome in outcomes} == {1}, "three in all, two of them before"
     probs = torch.softmax(torch.from_numpy(target.logits_after((3, *prefix))), dim=0)
-    law = {(token,): float(mass) for token, mass in enumerate(probs)}
-    assert p_value(Counter(outcomes), law) > 1e-4
+    distribution = {(token,): float(mass) for token, mass in enumerate(probs)}
+    assert p_value(Counter(outcomes), distribution) > 1e-4

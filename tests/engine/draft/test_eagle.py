@@ -73,10 +73,10 @@ def test_every_request_gets_the_reference_tokens(
     max_model_len = 44
     num_blocks = 1 + -(-(max_model_len + spare_tokens) // block_size)
     target = FeaturedToy(vocab_size=VOCAB, num_blocks=num_blocks, block_size=block_size, order=ORDER)
-    law = ToyModel(vocab_size=VOCAB, columns=5 if reduced else None, order=ORDER, seed=3, blend=0.3)
+    draft_model = ToyModel(vocab_size=VOCAB, columns=5 if reduced else None, order=ORDER, seed=3, blend=0.3)
     drafter, _ = toy_eagle(
         target,
-        law,
+        draft_model,
         num_blocks=draft_blocks,
         vocab=torch.tensor([6, 1, 4, 0, 2]) if reduced else None,
         max_feed=max_feed,
@@ -118,8 +118,8 @@ def run_perfect(pacer: FixedPacer, *, ring: int = 512, **settings: int | bool) -
     """Four requests over two rounds with a head that has the target's own law."""
     num_blocks = int(settings.get("num_blocks", 400))
     target = FeaturedToy(vocab_size=VOCAB, num_blocks=num_blocks, order=ORDER)
-    law = ToyModel(vocab_size=VOCAB, order=ORDER)
-    drafter, end = toy_eagle(target, law, num_blocks=400, ring=ring, max_feed=32)
+    draft_model = ToyModel(vocab_size=VOCAB, order=ORDER)
+    drafter, end = toy_eagle(target, draft_model, num_blocks=400, ring=ring, max_feed=32)
     engine = ToyEngine(target, drafter, pacer, **{"num_blocks": num_blocks, "max_model_len": 200, **settings})  # type: ignore[arg-type]
     greedy = SamplingParams(temperature=0.0, max_tokens=60)
     rng = random.Random(5)
@@ -195,8 +195,8 @@ class Mortal:
 
 def test_a_dead_draft_costs_no_token_and_the_next_one_is_believed() -> None:
     target = FeaturedToy(vocab_size=VOCAB, num_blocks=200, order=ORDER)
-    law = ToyModel(vocab_size=VOCAB, order=ORDER)
-    drafter, end = toy_eagle(target, law, num_blocks=200)
+    draft_model = ToyModel(vocab_size=VOCAB, order=ORDER)
+    drafter, end = toy_eagle(target, draft_model, num_blocks=200)
     drafter.attach(Mortal(end, 4))
     pacer = FixedPacer(3)
     engine = ToyEngine(target, drafter, pacer, num_blocks=200, max_model_len=200)
@@ -208,7 +208,7 @@ def test_a_dead_draft_costs_no_token_and_the_next_one_is_believed() -> None:
         engine.core.step()
     for _ in range(5):
         engine.core.step()
-    _, fresh = toy_eagle(target, law, num_blocks=200)
+    _, fresh = toy_eagle(target, draft_model, num_blocks=200)
     target.drafter = drafter
     drafter.attach(fresh)
     revived = len(pacer.stats)

@@ -36,7 +36,7 @@ from engine.errors import ConfigError
 from engine.messages import SamplingParams, Submit
 from engine.model.load import load_draft, load_model
 from engine.model.runner import ModelRunner
-from engine.sampling.row_sampling import Law
+from engine.sampling.row_sampling import RowSampling
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -73,12 +73,14 @@ def drafts(folder: Path, target_folder: Path) -> DraftModel:
     return DraftModel(EagleArchitecture(loaded.head, loaded.decoder, caches), pool, vocab=vocab, max_model_len=512)
 
 
-def order(key: int, start: int, feed: list[int], places: list[int], **law: Any) -> OrderRow:
-    given = {"temperature": 0.0, "top_p": 1.0, "stream_key": 3, "attempt": 1, "coupled": False} | law
-    return OrderRow(key, start, tuple(feed), NUM_DRAFTED, Law(**given), feature_rows=tuple(places))
+def order(key: int, start: int, feed: list[int], places: list[int], **sampling: Any) -> OrderRow:
+    given = {"temperature": 0.0, "top_p": 1.0, "stream_key": 3, "attempt": 1, "coupled": False} | sampling
+    return OrderRow(key, start, tuple(feed), NUM_DRAFTED, RowSampling(**given), feature_rows=tuple(places))
 
 
-def laws_along(draft: EagleDraft, tokens: list[int], num_known: int, features: torch.Tensor) -> list[torch.Tensor]:
+def distributions_along(
+    draft: EagleDraft, tokens: list[int], num_known: int, features: torch.Tensor
+) -> list[torch.Tensor]:
     """The draft's laws of the tokens after the first `num_known` ones.
 
     Args:
@@ -89,15 +91,15 @@ def laws_along(draft: EagleDraft, tokens: list[int], num_known: int, features: t
     cos, sin = (table[None, :, None] for table in rope_tables(draft.config, len(tokens) + 1, torch.device("cpu")))
     normed = F.rms_norm(features.view(num_known - 1, -1, hidden), (hidden,), eps=eps) * draft.feature_norm
     sources = list(draft.fuse(normed.flatten(1)))
-    laws = []
+    samplings = []
     for known in range(num_known, len(tokens) + 1):
         embedded = draft.token(rms_norm(draft.embed[torch.tensor(tokens[1:known])], draft.token_norm, eps))
         x = (torch.stack(sources) + embedded)[None]
         for layer in draft.layers:
             x = layer(x, cos[:, 1:known], sin[:, 1:known], [])
-        laws.append(draft.head(rms_norm(x[0, -1], draft.final_norm, eps)).softmax(-1))
+        samplings.append(draft.head(rms_norm(x[0, -1], draft.final_norm, eps)).softmax(-1))
         sources.append(draft.carry(rms_norm(x[0, -1], draft.carry_norm, eps)))
-    return laws
+    return samplings
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
@@ -126,9 +128,9 @@ def test_drafts_follow_the_trained_laws(target_folder: Path, tmp_path: Path, num
         for place, (row, answer) in enumerate(zip(rows, model.answer(rows, (), probs, ring), strict=True)):
             num_known = start + len(row.feed)
             tokens = texts[row.key][:num_known] + list(answer.token_ids)
-            laws = laws_along(trained, tokens, num_known, features[row.key][: num_known - 1])
-            torch.testing.assert_close(probs[place], torch.stack(laws[:-1]), rtol=2e-3, atol=1e-5)
-            assert answer.confidences == pytest.approx([law.max().item() for law in laws[:-1]], abs=1e-4)
+            samplings = distributions_along(trained, tokens, num_known, features[row.key][: num_known - 1])
+            torch.testing.assert_close(probs[place], torch.stack(samplings[:-1]), rtol=2e-3, atol=1e-5)
+            assert answer.confidences == pytest.approx([sampling.max().item() for sampling in samplings[:-1]], abs=1e-4)
             checked += len(answer.token_ids)
     assert checked == NUM_DRAFTED * (3 if chunk == 40 else 7 + 13 + 1)
 

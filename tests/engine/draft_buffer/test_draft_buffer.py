@@ -56,9 +56,9 @@ from engine.ipc.shared_memory import join
 from engine.messages import GrammarKind, GrammarSpec
 from engine.sampling.logits_processor import Rules, Shaper
 from engine.sampling.penalties import TokenOptions
-from engine.sampling.row_sampling import Law
+from engine.sampling.row_sampling import RowSampling
 
-ROWS = [OrderRow(key, 0, (1, 2, 3), 5, Law(1.0, 1.0, 7, 1, True)) for key in range(2)]
+ROWS = [OrderRow(key, 0, (1, 2, 3), 5, RowSampling(1.0, 1.0, 7, 1, True)) for key in range(2)]
 OPTIONS = TokenOptions(
     num_prompt=3,
     presence_penalty=0.5,
@@ -66,7 +66,9 @@ OPTIONS = TokenOptions(
     stop_token_ids=(2,),
     grammar=GrammarSpec(kind="regex", text="[ab]+"),
 )
-ROWS_WITH_OPTIONS = [dataclasses.replace(row, law=Law(1.0, 1.0, 7, 1, True, 4, 0.1), options=OPTIONS) for row in ROWS]
+ROWS_WITH_OPTIONS = [
+    dataclasses.replace(row, sampling=RowSampling(1.0, 1.0, 7, 1, True, 4, 0.1), options=OPTIONS) for row in ROWS
+]
 
 
 @pytest.fixture
@@ -191,7 +193,7 @@ def order_rows(draw: st.DrawFn) -> OrderRow:
         start=start,
         feed=tuple(draw(st.lists(st.integers(0, 999), max_size=16))),
         k=draw(st.integers(0, 5)),
-        law=Law(
+        sampling=RowSampling(
             temperature=draw(st.floats(0, 1e6)),
             top_p=draw(st.floats(0, 1, exclude_min=True)),
             stream_key=draw(st.integers(0, 2**64 - 1)),

@@ -16,7 +16,7 @@ import torch
 from fakes import FixedPacer, RandomPacer, ToyEngine, ToyModel, toy_drafter, toy_grammars
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import Spelling, equal_logprobs, generate, processed, sequence_law, target_law
+from reference import Spelling, equal_logprobs, generate, processed, sequence_distribution, target_distribution
 from statistic import joint_p_value, p_value
 from toy_requests import asked_again, submits_lists
 
@@ -28,7 +28,7 @@ from engine.messages import GrammarSpec, SamplingParams, SpeculativeOptions, Sub
 from engine.sampling.distribution import warp
 from engine.sampling.logits_processor import Columns, Rules, Shaper
 from engine.sampling.penalties import TokenOptions
-from engine.sampling.row_sampling import Law
+from engine.sampling.row_sampling import RowSampling
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -192,12 +192,12 @@ def test_each_option_and_each_pair_follows_its_law_in_one_mixed_batch(method: st
     for request_id, tokens in engine.run(submits).items():
         outcomes = counts.setdefault(request_id.split("/")[0], {})
         outcomes[tuple(tokens)] = outcomes.get(tuple(tokens), 0) + 1
-    laws = {
-        names: (counts["+".join(names)], sequence_law(target.logits_after, PROMPT, sampling, SPELLING))
+    distributions = {
+        names: (counts["+".join(names)], sequence_distribution(target.logits_after, PROMPT, sampling, SPELLING))
         for names, sampling in wanted.items()
     }
-    assert {names: p for names, pair in laws.items() if (p := p_value(*pair)) < ODDS} == {}
-    assert joint_p_value(list(laws.values())) > ODDS
+    assert {names: p for names, pair in distributions.items() if (p := p_value(*pair)) < ODDS} == {}
+    assert joint_p_value(list(distributions.values())) > ODDS
     assert sum(engine.deltas[submit.request_id][-1].num_drafted for submit in submits) > len(submits)
 
 
@@ -206,7 +206,7 @@ def test_each_option_changes_the_law_so_that_dropping_it_would_be_seen(name: str
     target = ToyModel(vocab_size=VOCAB)
     wanted = SamplingParams(**{"max_tokens": 3, **OPTIONS[name]})
     plain = SamplingParams(max_tokens=3, stop_token_ids=wanted.stop_token_ids)
-    with_option, without = (sequence_law(target.logits_after, PROMPT, s, SPELLING) for s in (wanted, plain))
+    with_option, without = (sequence_distribution(target.logits_after, PROMPT, s, SPELLING) for s in (wanted, plain))
     distance = sum(abs(with_option.get(a, 0) - without.get(a, 0)) for a in {*with_option, *without}) / 2
     assert distance > 0.15
 
@@ -254,12 +254,12 @@ def test_rules_and_cuts_equal_the_definitions_at_every_drafted_position(
             shaper.apply(some)
             rules.rewind(len(prompt) + len(generated))
     assert torch.equal(half, shaped[:, [5, 2, 6]])
-    law = Law(sampling.temperature, sampling.top_p, 0, 0, False, sampling.top_k, sampling.min_p)
-    probs = warp(shaped, [law] * len(shaped))
+    distribution = RowSampling(sampling.temperature, sampling.top_p, 0, 0, False, sampling.top_k, sampling.min_p)
+    probs = warp(shaped, [distribution] * len(shaped))
     for row in range(len(drafted) + 1):
         allowed = processed(logits[row].numpy(), prompt, generated + drafted[:row], sampling, SPELLING)
         assert allowed is not None
-        assert torch.allclose(probs[row].double(), torch.from_numpy(target_law(allowed, sampling)), atol=1e-5)
+        assert torch.allclose(probs[row].double(), torch.from_numpy(target_distribution(allowed, sampling)), atol=1e-5)
 
 
 def test_neutral_options_cost_nothing() -> None:
@@ -277,16 +277,16 @@ def test_a_cut_wider_than_the_head_equals_the_definition(top_k: int, top_p: floa
     torch.manual_seed(0)
     logits = torch.randn(3, 2000)
     sampling = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
-    for row, probs in zip(logits, warp(logits, [Law(1.0, top_p, 0, 0, False, top_k, min_p)] * 3), strict=True):
-        expected = torch.from_numpy(target_law(row.numpy(), sampling))
+    for row, probs in zip(logits, warp(logits, [RowSampling(1.0, top_p, 0, 0, False, top_k, min_p)] * 3), strict=True):
+        expected = torch.from_numpy(target_distribution(row.numpy(), sampling))
         assert (probs.double() - expected).abs().sum() < 2e-3  # one token at the rim may differ by rounding
 
 
 def test_equally_likely_tokens_are_kept_or_left_out_together() -> None:
     """bf16 logits tie often; which of two comes first in a sort must not matter."""
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
-    for law in (Law(1.0, 1.0, 0, 0, False, 2), Law(1.0, 0.6, 0, 0, False)):
-        probs = warp(logits, [law])[0]
+    for distribution in (RowSampling(1.0, 1.0, 0, 0, False, 2), RowSampling(1.0, 0.6, 0, 0, False)):
+        probs = warp(logits, [distribution])[0]
         assert probs[1] == probs[2] == probs[3] > 0
         assert probs[4] == 0
 
