@@ -46,7 +46,7 @@ class CostTable:
     """What asking the draft adds to a step beside its passes: packing, there and back, counting."""
     overhead_s: float = 0.0
     """Once per step: scheduling, committing, publishing."""
-    judge_s: float = 0.0
+    sample_row_s: float = 0.0
     """Per row that yields a token or may: sampling, masks, comparison. Not a part of the forward's curve, because it
     depends on what is asked for: a sampled row takes much longer than a greedy one."""
 
@@ -84,7 +84,7 @@ class CostModel:
         self._verify, self._pass = curves[0], curves[1]
         self._handoff_s = table.handoff_s
         self._overhead_s = table.overhead_s
-        self._judge_s = table.judge_s
+        self._judge_s = table.sample_row_s
 
     def verify_s(self, rows: float, context: float) -> float:
         """Target forward over `rows` rows with `context` cached tokens in all."""

@@ -140,7 +140,7 @@ class Verdict:
         return self.of_best >= KEPT_OF_BEST and (self.of_off is None or self.of_off >= KEPT_OF_OFF)
 
 
-def judge(cells: Sequence[GridCell], policy: str = "goodput") -> list[Verdict]:
+def accept_or_reject(cells: Sequence[GridCell], policy: str = "goodput") -> list[Verdict]:
     """One verdict per streams and workload in which the policy and a static one were measured."""
     verdicts = []
     for place in dict.fromkeys((cell.workload, cell.streams) for cell in cells):
@@ -159,7 +159,7 @@ def show(cells: Sequence[GridCell], console: Console) -> None:
     """A table per workload, the verdicts, and how far predicted and measured durations of steps were apart."""
     for workload in dict.fromkeys(cell.workload for cell in cells):
         console.print(_table(workload, [cell for cell in cells if cell.workload == workload]))
-    verdicts = judge(cells)
+    verdicts = accept_or_reject(cells)
     if verdicts:
         worst = min(verdicts, key=lambda verdict: verdict.of_best)
         held = sum(verdict.holds for verdict in verdicts)
@@ -180,7 +180,7 @@ def _table(workload: str, cells: Sequence[GridCell]) -> Table:
     table = Table(title=f"{workload}: tok/s (x off) K, acceptance; goodput also x best static")
     for name in ("streams", *names):
         table.add_column(name, justify="right")
-    verdicts = {verdict.streams: verdict for verdict in judge(cells)}
+    verdicts = {verdict.streams: verdict for verdict in accept_or_reject(cells)}
     for count in dict.fromkeys(cell.streams for cell in cells):
         row = {cell.policy: cell for cell in cells if cell.streams == count}
         off = row["off"].tokens_per_s if "off" in row else None

@@ -76,7 +76,7 @@ def soak(options: argparse.Namespace) -> int:
             watch = Watch(server.url.removesuffix("/v1"), Path(folder))
             outcomes, faults = asyncio.run(_run(server, watch, options, rng, console))
             held = watch.held_blocks()
-    problems = judge(outcomes, watch.samples, held)
+    problems = accept_or_reject(outcomes, watch.samples, held)
     show(outcomes, faults, watch.samples, held, problems, console)
     if options.out is not None:
         record = {
@@ -203,7 +203,7 @@ async def _inject(name: str, watch: Watch, rng: random.Random) -> Fault:
     return Fault(begin_s, name, watch.now_s - begin_s)
 
 
-def judge(outcomes: Sequence[Outcome], samples: Sequence[Sample], held_blocks: float) -> list[str]:
+def accept_or_reject(outcomes: Sequence[Outcome], samples: Sequence[Sample], held_blocks: float) -> list[str]:
     """What is wrong, in words; empty when all is well."""
     problems = []
     ids = Counter(outcome.request_id for outcome in outcomes)

@@ -46,12 +46,12 @@ class Verifier:
         begin = time.perf_counter()
         logits = self._forward(pack_step(batch, draft, self._block_size))
         forwarded = time.perf_counter()
-        rows = judge(logits, batch.spans, draft)
+        rows = accept_or_reject(logits, batch.spans, draft)
         return Verdict(rows, verify_s=forwarded - begin, sample_s=time.perf_counter() - forwarded)
 
 
 @torch.inference_mode()
-def judge(logits: torch.Tensor, spans: Sequence[Span], draft: Draft) -> tuple[RowVerdict, ...]:
+def accept_or_reject(logits: torch.Tensor, spans: Sequence[Span], draft: Draft) -> tuple[RowVerdict, ...]:
     """Apply each request's rules and its acceptance rule to its rows.
 
     Args:

@@ -21,7 +21,7 @@ from bench.load.meter import Window, add_errors, quantile
 from bench.load.servers import Server
 from bench.load.workload import built_in
 from bench.pace import grid, ramp, resume
-from bench.pace.grid import GridCell, judge, run_cells, turned
+from bench.pace.grid import GridCell, accept_or_reject, run_cells, turned
 from bench.pace.paced_server import PacedServer, plan_of
 from bench.pace.plot import plot
 from engine.config import SpeculativeConfig
@@ -115,7 +115,7 @@ def test_the_grid_measures_each_policy_in_turns(pretended: tuple[PretendedServer
     rates = {cell.policy: cell.tokens_per_s for cell in cells}
     for name, rate in rates.items():
         assert rate == pytest.approx(SPEEDS[name.partition("-")[0]], rel=0.2)
-    (verdict,) = judge(cells)
+    (verdict,) = accept_or_reject(cells)
     assert (verdict.best, verdict.workload, verdict.streams) == ("fixed-4", "chat", 2)
     assert [cell.as_json()["acceptance"] for cell in cells] == [None, 0.5, 0.5]
 
@@ -178,7 +178,7 @@ def cell(policy: str, *rates: float, workload: str = "chat", streams: int = 1) -
 def test_a_verdict_is_of_medians_against_the_best_static_policy_of_its_cell(tmp_path: Path) -> None:
     cells = [cell("off", 100, 90, 110), cell("fixed-4", 80, 80, 200), cell("threshold", 500), cell("goodput", 96, 99)]
     cells += [cell("off", 10, streams=8), cell("fixed-4", 20, streams=8), cell("goodput", 20, streams=8)]
-    one, eight = judge(cells)
+    one, eight = accept_or_reject(cells)
     assert (one.best, one.of_best, one.holds) == ("off", 0.975, False)
     assert (eight.best, eight.of_best, eight.of_off, eight.holds) == ("fixed-4", 1.0, 2.0, True)
     with (tmp_path / "out").open("w") as file:

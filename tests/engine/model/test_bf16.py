@@ -45,7 +45,7 @@ def folder() -> Path:
 
 
 @pytest.fixture(scope="module")
-def judge(folder: Path) -> Any:
+def accept_or_reject(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
@@ -69,7 +69,13 @@ def answers(
 
 
 def check(
-    folder: Path, draft_folder: Path, texts: Sequence[str], num_tokens: int, judge: Any, *, kernel: str = "torch"
+    folder: Path,
+    draft_folder: Path,
+    texts: Sequence[str],
+    num_tokens: int,
+    accept_or_reject: Any,
+    *,
+    kernel: str = "torch",
 ) -> dict[str, int]:
     """How many answers of each method are identical to plain ones; the others part at a near-tie."""
     _, plain = answers(folder, texts, num_tokens, kernel=kernel)
@@ -81,32 +87,36 @@ def check(
     for name, settings in methods.items():
         prompts, got = answers(folder, texts, num_tokens, pacer=RandomPacer(7, max_k=8), kernel=kernel, **settings)
         same[name] = sum(
-            assert_same_or_near_tie(judge, prompt, expected, answer, f"{name}, prompt {i}", bound=BOUND)
+            assert_same_or_near_tie(accept_or_reject, prompt, expected, answer, f"{name}, prompt {i}", bound=BOUND)
             for i, (prompt, expected, answer) in enumerate(zip(prompts, plain, got, strict=True))
         )
     return same
 
 
-def test_answers_part_from_plain_decoding_only_at_near_ties(folder: Path, judge: Any, tmp_path: Path) -> None:
-    check(folder, cut_draft(folder, tmp_path / "draft"), TEXTS, 24, judge)
+def test_answers_part_from_plain_decoding_only_at_near_ties(
+    folder: Path, accept_or_reject: Any, tmp_path: Path
+) -> None:
+    check(folder, cut_draft(folder, tmp_path / "draft"), TEXTS, 24, accept_or_reject)
 
 
 @needs_library
-def test_native_answers_are_those_of_plain_decoding(folder: Path, judge: Any, tmp_path: Path) -> None:
-    same = check(folder, cut_draft(folder, tmp_path / "draft"), TEXTS, 24, judge, kernel="native")
+def test_native_answers_are_those_of_plain_decoding(folder: Path, accept_or_reject: Any, tmp_path: Path) -> None:
+    same = check(folder, cut_draft(folder, tmp_path / "draft"), TEXTS, 24, accept_or_reject, kernel="native")
     assert same == {"ngram": len(TEXTS), "draft_model": len(TEXTS)}
 
 
 @pytest.mark.slow
-def test_48_prompts_part_from_plain_decoding_only_at_near_ties(folder: Path, judge: Any, tmp_path: Path) -> None:
+def test_48_prompts_part_from_plain_decoding_only_at_near_ties(
+    folder: Path, accept_or_reject: Any, tmp_path: Path
+) -> None:
     path = os.environ.get("PACELINE_PROMPTS")
     if path is None:
         pytest.skip("PACELINE_PROMPTS names no prompt file")
     lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
     texts = [line["turns"][0] for line in lines[:: max(1, len(lines) // 48)]][:48]
     draft_folder = Path(os.environ.get("PACELINE_DRAFT") or cut_draft(folder, tmp_path / "draft"))
-    same = check(folder, draft_folder, texts, 64, judge, kernel="native")
+    same = check(folder, draft_folder, texts, 64, accept_or_reject, kernel="native")
     print(f"natively identical of {len(texts)}: {same}")
     assert set(same.values()) == {len(texts)}
-    same = check(folder, draft_folder, texts, 64, judge)
+    same = check(folder, draft_folder, texts, 64, accept_or_reject)
     print(f"identical of {len(texts)}: {same}; the others part at a near-tie of less than {BOUND}")
