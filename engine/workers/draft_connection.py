@@ -64,7 +64,7 @@ class _SameEverywhere:
         """The end belongs to the dock."""
 
 
-class DraftDock:
+class DraftConnection:
     """The docking place of one engine.
 
     Args:

@@ -46,7 +46,7 @@ from engine.model.load import Model, load_model
 from engine.model.runner import ModelRunner, num_kv_blocks
 from engine.sampling.grammar import Grammars
 from engine.sampling.vocabulary import load_tokenizer_info
-from engine.workers.draft_connection import MAX_FEED, MAX_RELEASED, DraftDock, FeatureShape
+from engine.workers.draft_connection import MAX_FEED, MAX_RELEASED, DraftConnection, FeatureShape
 
 PEER_TIMEOUT_S = 30.0
 """Deadline for anything another shard has to do in a step."""
@@ -96,7 +96,7 @@ class TargetShard:
         self._socket: ShardSocket | None = None
         self.engine: Engine | None = None
         self.pool: BlockPool | None = None
-        self._dock: DraftDock | None = None
+        self._draft_connection: DraftConnection | None = None
         self._max_model_len = 0
         self._num_forwards = 0
 
@@ -206,7 +206,7 @@ class TargetShard:
         )
         if remote is not None:
             self._features_to = remote if self._feature_layers else None
-            self._dock = DraftDock(
+            self._draft_connection = DraftConnection(
                 remote,
                 max_rows=config.max_num_requests,
                 max_k=max(1, config.speculative.k),
@@ -225,7 +225,7 @@ class TargetShard:
         return self._draft_dock().open(info, epoch)
 
     def attach_draft(self, timeout_s: float, first: Callable[[DraftLink], None] | None = None) -> None:
-        """See `DraftDock.attach`. Rank 0 only."""
+        """See `DraftConnection.attach`. Rank 0 only."""
         self._draft_dock().attach(timeout_s, first)
 
     def run(self) -> None:
@@ -311,17 +311,17 @@ class TargetShard:
             on_down=lambda reason: self._send(DraftStatus(up=False, reason=reason)),
         )
 
-    def _draft_dock(self) -> DraftDock:
-        if self._dock is None:
+    def _draft_dock(self) -> DraftConnection:
+        if self._draft_connection is None:
             raise EngineError("no draft docks here: another drafting method, another rank, or before listen")
-        return self._dock
+        return self._draft_connection
 
     def _send(self, event: StepDeltas | DraftStatus | EngineFailed) -> None:
         if self._socket is not None:
             self._socket.send(event)
 
     def _close(self) -> None:
-        for part in (self._dock, self._sender, self._socket):
+        for part in (self._draft_connection, self._sender, self._socket):
             if part is not None:
                 part.close()
         self._collectives.close()
