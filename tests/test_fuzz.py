@@ -28,7 +28,7 @@ from deployments.http.app import build_api
 from deployments.http.keys import KeyEntry, KeyRing, hash_key
 from deployments.openai.requests import ChatBody, CompletionBody
 from engine.core.step import ForwardInput
-from engine.draft.messages import AnswerRow, Order, OrderRow
+from engine.draft.messages import DraftRequest, DraftRequestRow, DraftResponseRow
 from engine.draft_buffer.control_block import DraftBlock
 from engine.draft_buffer.layout import BufferSpec, CorruptBlock, block_bytes
 from engine.errors import EngineError, ShardDown
@@ -254,7 +254,7 @@ def read_all(block: DraftBlock) -> None:
             assert str(error)  # noqa: PT017
             continue
         assert len(got.rows) <= SPEC.max_rows  # type: ignore[attr-defined]
-        if isinstance(got, Order):
+        if isinstance(got, DraftRequest):
             assert all(0 <= row.k <= SPEC.max_k and max(row.feed, default=0) < SPEC.vocab for row in got.rows)
 
 
@@ -264,9 +264,9 @@ def test_a_scribbled_draft_buffer_is_noticed_or_harmless(places: list[tuple[int,
     buffer = mmap.mmap(-1, block_bytes(SPEC))
     block = DraftBlock(buffer, SPEC, epoch=7)
     block.initialize()
-    rows = [OrderRow(key, 0, (1, 2, 3), k, RowSampling(1.0, 1.0, 7, 1, True)) for key, k in ((1, 4), (2, 2))]
+    rows = [DraftRequestRow(key, 0, (1, 2, 3), k, RowSampling(1.0, 1.0, 7, 1, True)) for key, k in ((1, 4), (2, 2))]
     block.write_order(1, rows, [5])
-    block.write_answer(block.read_order(1), [AnswerRow((1, 2), (0.5, 0.5)), AnswerRow((3,))], 0.1)
+    block.write_answer(block.read_order(1), [DraftResponseRow((1, 2), (0.5, 0.5)), DraftResponseRow((3,))], 0.1)
     scribbled(buffer, places, 64 if near else 1 << 30)
     read_all(block)
 

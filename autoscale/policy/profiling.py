@@ -23,7 +23,7 @@ import numpy as np
 from autoscale.policy.cost_curve import Curves, Points
 from autoscale.policy.cost_model import BATCH_KNOTS, ROW_KNOTS, CostTable
 from engine.core.step import ForwardInput
-from engine.draft.messages import Answer, OrderRow
+from engine.draft.messages import DraftRequestRow, DraftResponse
 from engine.sampling.row_sampling import RowSampling
 
 SHORT_CONTEXT, LONG_CONTEXT = 32, 512
@@ -103,7 +103,11 @@ def still_holds(
 
 
 def profile_draft(
-    ask: Callable[[Sequence[OrderRow], Sequence[int]], Answer], table: CostTable, *, max_rows: int, max_k: int
+    ask: Callable[[Sequence[DraftRequestRow], Sequence[int]], DraftResponse],
+    table: CostTable,
+    *,
+    max_rows: int,
+    max_k: int,
 ) -> CostTable:
     """Time the draft at growing batches, before it drafts for anybody.
 
@@ -186,8 +190,8 @@ def _fastest(
     return best
 
 
-def _order(key: int, start: int, num_feed: int, k: int) -> OrderRow:
-    return OrderRow(key, start, (1,) * num_feed, k, RowSampling(0.0, 1.0, 0, 0, False))
+def _order(key: int, start: int, num_feed: int, k: int) -> DraftRequestRow:
+    return DraftRequestRow(key, start, (1,) * num_feed, k, RowSampling(0.0, 1.0, 0, 0, False))
 
 
 def _plan(q_lens: Sequence[int], context: int, width: int, block_size: int) -> ForwardInput:

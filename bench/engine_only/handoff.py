@@ -12,7 +12,7 @@ import statistics
 import time
 from dataclasses import dataclass
 
-from engine.draft.messages import AnswerRow, OrderRow
+from engine.draft.messages import DraftRequestRow, DraftResponseRow
 from engine.draft_buffer.layout import BufferSpec
 from engine.draft_buffer.target_end import BufferHandle, create_draft_buffer, open_draft_buffer
 from engine.errors import EngineUnavailable
@@ -62,8 +62,8 @@ def measure_handoff(*, num_orders: int = 2000, num_rows: int = 1) -> Handoff:
     return Handoff(tuple(there_s), tuple(back_s))
 
 
-def _row(key: int, number: int) -> OrderRow:
-    return OrderRow(key, number, (key,), 5, RowSampling(0.0, 1.0, key, number, True))
+def _row(key: int, number: int) -> DraftRequestRow:
+    return DraftRequestRow(key, number, (key,), 5, RowSampling(0.0, 1.0, key, number, True))
 
 
 def _answer(handle: BufferHandle) -> None:
@@ -74,6 +74,6 @@ def _answer(handle: BufferHandle) -> None:
             order = end.wait(1.0)
             awake = time.perf_counter()
             if order is not None:
-                rows = [AnswerRow((1,) * row.k, (0.5,) * row.k) for row in order.rows]
+                rows = [DraftResponseRow((1,) * row.k, (0.5,) * row.k) for row in order.rows]
                 end.answer(rows, draft_s=awake)
     end.close()

@@ -30,7 +30,7 @@ from deployments.cluster.placement import CONTROLLER_NAMESPACE, controller_name
 from engine.checkpoint.store import cache_folder
 from engine.core.pacing import PlanSlot, SpeculationPlan
 from engine.core.stats import StepStats
-from engine.draft.messages import Answer, OrderRow
+from engine.draft.messages import DraftRequestRow, DraftResponse
 from engine.draft.remote import DraftLink
 from engine.metrics.counters import Ledger, Readings, merge
 from engine.model.device import threads_per_shard
@@ -120,7 +120,7 @@ class ShardActor(ProcessMixin, TargetShard):
     def _measure_draft(self, draft: DraftLink) -> None:
         deadline_s = self.config.speculative.deadline_s
 
-        def ask(rows: Sequence[OrderRow], released: Sequence[int]) -> Answer:
+        def ask(rows: Sequence[DraftRequestRow], released: Sequence[int]) -> DraftResponse:
             return draft.ask(rows, released, deadline_s=deadline_s)
 
         limits = {"max_rows": self.config.max_num_requests, "max_k": max(1, self.config.speculative.k)}

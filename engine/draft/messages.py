@@ -27,7 +27,7 @@ REASONS: tuple[KReason, ...] = get_args(KReason)
 
 
 @dataclass(frozen=True, slots=True)
-class OrderRow:
+class DraftRequestRow:
     """What the draft shall do for one request.
 
     Raises:
@@ -83,18 +83,18 @@ def decode_options(blob: bytes) -> TokenOptions | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class DraftRequest:
     """One step's demand, as the draft receives it."""
 
     epoch: int
     seq: int
-    rows: tuple[OrderRow, ...]
+    rows: tuple[DraftRequestRow, ...]
     released: tuple[int, ...]
     """Keys of requests that are over: free what they hold."""
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerRow:
+class DraftResponseRow:
     """The draft for one order row.
 
     Raises:
@@ -119,12 +119,12 @@ class AnswerRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class DraftResponse:
     """Rows stand in the order of the demand. The probabilities stay in the buffer, until the next order."""
 
     epoch: int
     seq: int
-    rows: tuple[AnswerRow, ...]
+    rows: tuple[DraftResponseRow, ...]
     draft_s: float
     """Seconds the draft says it computed."""
     handoff_s: float = 0.0

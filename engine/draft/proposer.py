@@ -13,7 +13,7 @@ import torch
 from engine.core.block_pool import BlockPool
 from engine.core.packing import SpanRows, pack_spans
 from engine.draft.architectures import Architecture, Outputs
-from engine.draft.messages import AnswerRow, OrderRow
+from engine.draft.messages import DraftRequestRow, DraftResponseRow
 from engine.draft.sequence import Drafting, DraftSequence
 from engine.errors import InvalidRequest
 from engine.sampling.distribution import Purpose, draw, gumbel, most_likely, stream_seed, warp
@@ -52,11 +52,11 @@ class DraftModel:
     @torch.inference_mode()
     def answer(
         self,
-        rows: Sequence[OrderRow],
+        rows: Sequence[DraftRequestRow],
         released: Sequence[int],
         probs: torch.Tensor,
         features: torch.Tensor | None = None,
-    ) -> tuple[AnswerRow, ...]:
+    ) -> tuple[DraftResponseRow, ...]:
         """Read what is fed, draft what is asked for.
 
         Args:
@@ -68,26 +68,28 @@ class DraftModel:
         """
         for key in released:
             self._drop(key)
-        answers = [AnswerRow()] * len(rows)
+        answers = [DraftResponseRow()] * len(rows)
         drafting: list[Drafting] = []
         for place, order in enumerate(rows):
             try:
                 row = self._take(place, order)
             except InvalidRequest:
                 self._drop(order.key)
-                answers[place] = AnswerRow(reason="options")
+                answers[place] = DraftResponseRow(reason="options")
                 continue
             if row is None:
-                answers[place] = AnswerRow(reason="memory")
+                answers[place] = DraftResponseRow(reason="memory")
             else:
                 drafting.append(row)
         outputs = self._read(drafting, features)
         self._run_ahead([row for row in drafting if row.k > 0], outputs, probs)
         for row in drafting:
-            answers[row.place] = AnswerRow(tuple(row.token_ids), tuple(row.confidences), row.samples_from_q, row.reason)
+            answers[row.place] = DraftResponseRow(
+                tuple(row.token_ids), tuple(row.confidences), row.samples_from_q, row.reason
+            )
         return tuple(answers)
 
-    def _take(self, place: int, order: OrderRow) -> Drafting | None:
+    def _take(self, place: int, order: DraftRequestRow) -> Drafting | None:
         """Bring the order's sequence to its committed tokens and see what can be done; None when there is no memory.
 
         Raises:
@@ -132,7 +134,7 @@ class DraftModel:
         sequence.rules.follow(sequence.tokens)
         return sequence.rules.num_tokens == len(sequence.tokens)
 
-    def _follow(self, order: OrderRow) -> DraftSequence | None:
+    def _follow(self, order: DraftRequestRow) -> DraftSequence | None:
         """The order's sequence with its committed tokens, rolled back to what stays; None when it is not known."""
         keeps_agreed = not self._architecture.reads_features
         if order.start == 0:
@@ -148,7 +150,7 @@ class DraftModel:
             sequence.positions = list(range(sequence.first, sequence.first + num_found))
         return sequence
 
-    def _unread(self, order: OrderRow, sequence: DraftSequence) -> tuple[Sequence[int], Sequence[int]]:
+    def _unread(self, order: DraftRequestRow, sequence: DraftSequence) -> tuple[Sequence[int], Sequence[int]]:
         """Positions that are to get a cell, and where the features before each are."""
         unread = sequence.unread()
         if not self._architecture.reads_features:

@@ -18,7 +18,7 @@ from engine.core.drafter import empty_rows
 from engine.core.request import Request
 from engine.core.step import Batch, Draft, DraftRow, KReason, Span
 from engine.draft.feature_log import FeatureLog
-from engine.draft.messages import MAX_OPTIONS, Answer, AnswerRow, OrderRow, encode_options
+from engine.draft.messages import MAX_OPTIONS, DraftRequestRow, DraftResponse, DraftResponseRow, encode_options
 from engine.errors import DraftDown
 
 
@@ -35,7 +35,7 @@ class DraftLink(Protocol):
         """[feature_rows, width] that the draft reads while it is asked; None where it reads none."""
         ...
 
-    def ask(self, rows: Sequence[OrderRow], released: Sequence[int] = (), *, deadline_s: float) -> Answer:
+    def ask(self, rows: Sequence[DraftRequestRow], released: Sequence[int] = (), *, deadline_s: float) -> DraftResponse:
         """Raises DraftDown when the draft is dead or hung."""
         ...
 
@@ -187,7 +187,7 @@ class RemoteDrafter:
             reasons.append("options" if request.key in self._unsupported else reason)
         return reasons
 
-    def _orders(self, spans: Sequence[Span]) -> list[OrderRow]:
+    def _orders(self, spans: Sequence[Span]) -> list[DraftRequestRow]:
         """What to tell the draft: the committed tokens it does not know yet, as many as fit in one order."""
         room = self._max_feed
         orders = []
@@ -200,7 +200,7 @@ class RemoteDrafter:
             room -= len(feed)
             caught_up = start + len(feed) == len(request.tokens)
             orders.append(
-                OrderRow(
+                DraftRequestRow(
                     key=request.key,
                     start=start,
                     feed=feed,
@@ -213,7 +213,7 @@ class RemoteDrafter:
             )
         return orders
 
-    def _row(self, span: Span, order: OrderRow, answered: AnswerRow, probs: torch.Tensor) -> DraftRow:
+    def _row(self, span: Span, order: DraftRequestRow, answered: DraftResponseRow, probs: torch.Tensor) -> DraftRow:
         key = span.request.key
         if answered.reason == "memory":
             self._refused.add(key)

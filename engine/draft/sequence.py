@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.core.step import KReason
-from engine.draft.messages import OrderRow
+from engine.draft.messages import DraftRequestRow
 from engine.sampling.logits_processor import Rules
 from engine.sampling.penalties import TokenOptions
 from engine.sampling.row_sampling import RowSampling
@@ -77,7 +77,7 @@ class Drafting:
     """One order row on its way to an answer."""
 
     place: int
-    order: OrderRow
+    order: DraftRequestRow
     sequence: DraftSequence
     sampling: RowSampling
     k: int

@@ -16,7 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from engine.draft.messages import REASONS, Answer, AnswerRow, Order, OrderRow, decode_options, encode_options
+from engine.draft.messages import (
+    REASONS,
+    DraftRequest,
+    DraftRequestRow,
+    DraftResponse,
+    DraftResponseRow,
+    decode_options,
+    encode_options,
+)
 from engine.draft_buffer.layout import (
     NUM_WORDS,
     BufferSpec,
@@ -93,7 +101,7 @@ class DraftBlock:
         """Number of the last order answered."""
         return self._words[Word.ANSWER_SEQ]
 
-    def write_order(self, seq: int, rows: Sequence[OrderRow], released: Sequence[int]) -> None:
+    def write_order(self, seq: int, rows: Sequence[DraftRequestRow], released: Sequence[int]) -> None:
         """Raises ValueError, before anything is announced, if the order exceeds the capacities."""
         spec = self.spec
         feed = np.array([token for row in rows for token in row.feed], dtype=np.int64)
@@ -123,7 +131,7 @@ class DraftBlock:
         words[Word.ORDER_ROWS], words[Word.ORDER_FEED], words[Word.ORDER_RELEASED] = len(rows), len(feed), len(released)
         words[Word.ORDER_SEQ] = seq
 
-    def _write_feature_rows(self, rows: Sequence[OrderRow], num_feed: int) -> None:
+    def _write_feature_rows(self, rows: Sequence[DraftRequestRow], num_feed: int) -> None:
         feature_rows = np.array([place for row in rows for place in row.feature_rows], dtype=np.int64)
         if len(feature_rows) != num_feed or not within(feature_rows + 1, self.spec.feature_rows + 1):
             raise ValueError(
@@ -139,7 +147,7 @@ class DraftBlock:
         places: list[int] = feature_rows.tolist()
         return places
 
-    def read_order(self, seq: int) -> Order:
+    def read_order(self, seq: int) -> DraftRequest:
         """The order announced as `seq`.
 
         Raises:
@@ -167,9 +175,9 @@ class DraftBlock:
             )
         except ValueError as error:
             raise CorruptBlock(str(error)) from None
-        return Order(self.epoch, seq, rows, tuple(self._arrays.released[:num_released].tolist()))
+        return DraftRequest(self.epoch, seq, rows, tuple(self._arrays.released[:num_released].tolist()))
 
-    def write_answer(self, order: Order, rows: Sequence[AnswerRow], draft_s: float) -> None:
+    def write_answer(self, order: DraftRequest, rows: Sequence[DraftResponseRow], draft_s: float) -> None:
         """Raises ValueError, before anything is announced, if the answer does not fit the order."""
         if len(rows) != len(order.rows):
             raise ValueError(f"answer: {len(rows)} rows given, the order has {len(order.rows)}")
@@ -190,7 +198,7 @@ class DraftBlock:
         self._seconds[Word.ANSWER_S] = draft_s
         words[Word.ANSWER_SEQ] = order.seq
 
-    def read_answer(self, seq: int, ks: Sequence[int]) -> Answer:
+    def read_answer(self, seq: int, ks: Sequence[int]) -> DraftResponse:
         """The answer to order `seq`, whose rows asked for `ks` tokens.
 
         Raises:
@@ -217,20 +225,20 @@ class DraftBlock:
         certainties = split(self._arrays.confidences[:num_confidences].tolist(), [row[1] for row in raw_rows])
         try:
             rows = tuple(
-                AnswerRow(part, certainty, bool(row[2]), REASONS[row[3]])
+                DraftResponseRow(part, certainty, bool(row[2]), REASONS[row[3]])
                 for row, part, certainty in zip(raw_rows, parts, certainties, strict=True)
             )
         except ValueError as error:
             raise CorruptBlock(str(error)) from None
-        return Answer(self.epoch, seq, rows, draft_s)
+        return DraftResponse(self.epoch, seq, rows, draft_s)
 
 
 def _order_row(
     raw: tuple[Any, ...], feed: tuple[int, ...], blob: bytes, max_k: int, feature_rows: tuple[int, ...]
-) -> OrderRow:
+) -> DraftRequestRow:
     """Raises ValueError or CorruptBlock."""
     key, start, _, k, temperature, top_p, stream, attempt, coupled, top_k, min_p, floor, _ = raw
-    return OrderRow(
+    return DraftRequestRow(
         *(key, start, feed, count("k", k, max_k)),
         RowSampling(temperature, top_p, stream, attempt, bool(coupled), top_k, min_p),
         floor=floor,

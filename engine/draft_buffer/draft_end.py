@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.draft.messages import AnswerRow, Order
+from engine.draft.messages import DraftRequest, DraftResponseRow
 from engine.draft_buffer.control_block import DraftBlock
 from engine.draft_buffer.cuda_ipc import CudaDraftPayload
 from engine.draft_buffer.handle import BufferHandle, HostPayload, Payload, as_features, as_probs, host_bytes
@@ -64,7 +64,7 @@ class DraftEnd:
         self.epoch = handle.epoch
         self._memory = memory
         self._doorbell = doorbell
-        self._order: Order | None = None
+        self._order: DraftRequest | None = None
         self._seq = 0
         self._cuda: CudaDraftPayload | None = None
         try:
@@ -87,7 +87,7 @@ class DraftEnd:
         self._block.mark_opened()
         self._ring()
 
-    def wait(self, timeout_s: float) -> Order | None:
+    def wait(self, timeout_s: float) -> DraftRequest | None:
         """The next order; None if there is none within `timeout_s` seconds.
 
         Raises:
@@ -109,7 +109,7 @@ class DraftEnd:
         self._payload.acquire()
         return self._order
 
-    def answer(self, rows: Sequence[AnswerRow], *, draft_s: float) -> None:
+    def answer(self, rows: Sequence[DraftResponseRow], *, draft_s: float) -> None:
         """Answer the last order.
 
         Args:

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import torch
 
-from engine.draft.messages import Answer, OrderRow
+from engine.draft.messages import DraftRequestRow, DraftResponse
 from engine.draft_buffer.control_block import DraftBlock
 from engine.draft_buffer.cuda_ipc import CudaBlock, CudaTargetPayload, gpu_uuid
 from engine.draft_buffer.draft_end import DraftEnd, open_draft_buffer
@@ -118,7 +118,7 @@ class TargetEnd:
         except PeerGone:
             self._fail("died while it opened its end")
 
-    def ask(self, rows: Sequence[OrderRow], released: Sequence[int] = (), *, deadline_s: float) -> Answer:
+    def ask(self, rows: Sequence[DraftRequestRow], released: Sequence[int] = (), *, deadline_s: float) -> DraftResponse:
         """One step: hand the draft an order and wait for its answer.
 
         Args:

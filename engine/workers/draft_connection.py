@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.draft.messages import Answer, DraftInfo, OrderRow
+from engine.draft.messages import DraftInfo, DraftRequestRow, DraftResponse
 from engine.draft.remote import DraftLink, RemoteDrafter
 from engine.draft_buffer.layout import BufferSpec
 from engine.draft_buffer.target_end import BufferHandle, TargetEnd, create_draft_buffer
@@ -56,7 +56,7 @@ class _SameEverywhere:
         self.probs = end.probs
         self.features = end.features
 
-    def ask(self, rows: Sequence[OrderRow], released: Sequence[int] = (), *, deadline_s: float) -> Answer:
+    def ask(self, rows: Sequence[DraftRequestRow], released: Sequence[int] = (), *, deadline_s: float) -> DraftResponse:
         told = [replace(row, feature_rows=(0,) * len(row.feed)) for row in rows]
         return self._end.ask(told, released, deadline_s=deadline_s)
 

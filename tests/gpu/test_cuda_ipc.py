@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.draft.messages import AnswerRow, OrderRow
+from engine.draft.messages import DraftRequestRow, DraftResponseRow
 from engine.draft_buffer.layout import BufferSpec
 from engine.draft_buffer.target_end import BufferHandle, TargetEnd, create_draft_buffer, gpu_uuid, open_draft_buffer
 from engine.errors import ConfigError, DraftDown, EngineUnavailable
@@ -24,7 +24,7 @@ pytestmark = [
 
 NODE = "node-a"
 SPEC = BufferSpec(max_rows=8, max_k=4, max_feed=64, max_released=8, draft_vocab=32_000)
-ROWS = [OrderRow(key, 0, (1,), 4, RowSampling(1.0, 1.0, 0, 0, True)) for key in range(8)]
+ROWS = [DraftRequestRow(key, 0, (1,), 4, RowSampling(1.0, 1.0, 0, 0, True)) for key in range(8)]
 CHILDREN = multiprocessing.get_context("spawn")
 
 
@@ -48,7 +48,7 @@ def drafts(handle: BufferHandle) -> None:
             for _ in range(10):
                 busy = (busy @ busy).clamp(-1, 1)
             end.probs.copy_(expected_probs(order.seq))
-            end.answer([AnswerRow(tuple(range(row.k)), (), True) for row in order.rows], draft_s=0.0)
+            end.answer([DraftResponseRow(tuple(range(row.k)), (), True) for row in order.rows], draft_s=0.0)
     except EngineUnavailable:
         end.close()
 

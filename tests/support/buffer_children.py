@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from engine.core.step import ForwardInput
-from engine.draft.messages import AnswerRow, Order
+from engine.draft.messages import DraftRequest, DraftResponseRow
 from engine.draft_buffer.layout import BufferSpec
 from engine.draft_buffer.target_end import BufferHandle, DraftEnd, create_draft_buffer, open_draft_buffer
 from engine.errors import EngineUnavailable
@@ -46,15 +46,15 @@ def child(target: Any, *args: Any) -> Iterator[Any]:
         process.close()
 
 
-def echo(order: Order) -> list[AnswerRow]:
+def echo(order: DraftRequest) -> list[DraftResponseRow]:
     """Draft the row's key, counting up."""
     return [
-        AnswerRow(tuple((row.key + i) % 1000 for i in range(row.k)), (0.5,) * row.k, has_probs=True)
+        DraftResponseRow(tuple((row.key + i) % 1000 for i in range(row.k)), (0.5,) * row.k, has_probs=True)
         for row in order.rows
     ]
 
 
-def drafts(handle: BufferHandle, compute: Callable[[DraftEnd, Order], None] | None = None) -> None:
+def drafts(handle: BufferHandle, compute: Callable[[DraftEnd, DraftRequest], None] | None = None) -> None:
     """A healthy draft: answers until its target is gone, each time after `compute`."""
     end = open_draft_buffer(handle, node_id=NODE, gpu_uuid=None)
     with contextlib.suppress(EngineUnavailable):

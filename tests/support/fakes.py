@@ -26,7 +26,7 @@ from engine.core.stats import StepStats
 from engine.core.step import ForwardInput
 from engine.core.verifier import Verifier
 from engine.draft.architectures import PlainArchitecture
-from engine.draft.messages import Answer, OrderRow
+from engine.draft.messages import DraftRequestRow, DraftResponse
 from engine.draft.proposer import DraftModel
 from engine.draft.remote import RemoteDrafter
 from engine.messages import Delta, Submit
@@ -101,11 +101,11 @@ class LoopbackEnd:
         self.features = features
         self.num_orders = 0
 
-    def ask(self, rows: Sequence[OrderRow], released: Sequence[int] = (), *, deadline_s: float) -> Answer:
+    def ask(self, rows: Sequence[DraftRequestRow], released: Sequence[int] = (), *, deadline_s: float) -> DraftResponse:
         self.num_orders += 1
         self.probs.fill_(float("nan"))
         answered = self._model.answer(rows, released, self.probs, self.features)
-        return Answer(epoch=1, seq=self.num_orders, rows=answered, draft_s=0.0)
+        return DraftResponse(epoch=1, seq=self.num_orders, rows=answered, draft_s=0.0)
 
     def close(self) -> None:
         return None

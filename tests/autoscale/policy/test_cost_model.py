@@ -21,7 +21,7 @@ from engine.core.pacing import Choice, SpeculationPlan
 from engine.core.request import Request
 from engine.core.stats import StepStats
 from engine.core.step import ForwardInput
-from engine.draft.messages import Answer, AnswerRow
+from engine.draft.messages import DraftResponse, DraftResponseRow
 
 
 @given(st.lists(st.tuples(st.floats(1, 3000), st.floats(0, 1), st.floats(0, 1e5)), max_size=60), st.booleans())
@@ -187,7 +187,7 @@ def test_the_draft_s_profile_sees_passes_and_reading() -> None:
         draft_s += 1e-5 * sum(len(row.feed) for row in rows)
         for key in released:
             del told[key]
-        return Answer(1, 1, tuple(AnswerRow((1,) * row.k) for row in rows), draft_s, handoff_s=4e-5)
+        return DraftResponse(1, 1, tuple(DraftResponseRow((1,) * row.k) for row in rows), draft_s, handoff_s=4e-5)
 
     table = profile_draft(ask, UNMEASURED, max_rows=16, max_k=5)
     assert not told, "nothing is left in the draft"

@@ -22,7 +22,7 @@ from engine.core.pacing import Choice, SpeculationPlan
 from engine.core.request import Request
 from engine.core.step import Span
 from engine.draft.feature_log import FeatureLog
-from engine.draft.messages import Answer, OrderRow
+from engine.draft.messages import DraftRequestRow, DraftResponse
 from engine.errors import DraftDown
 from engine.messages import SamplingParams, Submit
 
@@ -183,7 +183,7 @@ class Mortal:
         self.probs = end.probs
         self.features = end.features
 
-    def ask(self, rows: Sequence[OrderRow], released: Sequence[int] = (), *, deadline_s: float) -> Answer:
+    def ask(self, rows: Sequence[DraftRequestRow], released: Sequence[int] = (), *, deadline_s: float) -> DraftResponse:
         self._lives -= 1
         if self._lives < 0:
             raise DraftDown("it died")

@@ -30,7 +30,7 @@ from engine.checkpoint.store import resolve_model
 from engine.core.block_pool import BlockPool
 from engine.core.packing import SpanRows, pack_spans
 from engine.draft.architectures import EagleArchitecture
-from engine.draft.messages import OrderRow
+from engine.draft.messages import DraftRequestRow
 from engine.draft.proposer import DraftModel
 from engine.errors import ConfigError
 from engine.messages import SamplingParams, Submit
@@ -73,9 +73,9 @@ def drafts(folder: Path, target_folder: Path) -> DraftModel:
     return DraftModel(EagleArchitecture(loaded.head, loaded.decoder, caches), pool, vocab=vocab, max_model_len=512)
 
 
-def order(key: int, start: int, feed: list[int], places: list[int], **sampling: Any) -> OrderRow:
+def order(key: int, start: int, feed: list[int], places: list[int], **sampling: Any) -> DraftRequestRow:
     given = {"temperature": 0.0, "top_p": 1.0, "stream_key": 3, "attempt": 1, "coupled": False} | sampling
-    return OrderRow(key, start, tuple(feed), NUM_DRAFTED, RowSampling(**given), feature_rows=tuple(places))
+    return DraftRequestRow(key, start, tuple(feed), NUM_DRAFTED, RowSampling(**given), feature_rows=tuple(places))
 
 
 def distributions_along(

@@ -45,7 +45,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing import reductions
 
-from engine.draft.messages import REASONS, AnswerRow, Order, OrderRow
+from engine.draft.messages import REASONS, DraftRequest, DraftRequestRow, DraftResponseRow
 from engine.draft_buffer.control_block import DraftBlock
 from engine.draft_buffer.cuda_ipc import refuse_expandable_segments
 from engine.draft_buffer.layout import PROTOCOL_VERSION, BufferSpec, Word, block_bytes
@@ -58,7 +58,7 @@ from engine.sampling.logits_processor import Rules, Shaper
 from engine.sampling.penalties import TokenOptions
 from engine.sampling.row_sampling import RowSampling
 
-ROWS = [OrderRow(key, 0, (1, 2, 3), 5, RowSampling(1.0, 1.0, 7, 1, True)) for key in range(2)]
+ROWS = [DraftRequestRow(key, 0, (1, 2, 3), 5, RowSampling(1.0, 1.0, 7, 1, True)) for key in range(2)]
 OPTIONS = TokenOptions(
     num_prompt=3,
     presence_penalty=0.5,
@@ -135,13 +135,13 @@ def test_features_are_read_where_they_were_written(itemsize: int) -> None:
     named = [
         dataclasses.replace(row, feature_rows=places) for row, places in zip(ROWS, ((-1, 0, 8), (3, 2, 3)), strict=True)
     ]
-    seen: list[Order] = []
+    seen: list[DraftRequest] = []
 
     def answer() -> None:
         order = draft.wait(5)
         assert order is not None
         seen.append(order)
-        draft.answer([AnswerRow(), AnswerRow()], draft_s=0.0)
+        draft.answer([DraftResponseRow(), DraftResponseRow()], draft_s=0.0)
 
     thread = threading.Thread(target=answer)
     thread.start()
@@ -186,9 +186,9 @@ token_options = st.builds(
 
 
 @st.composite
-def order_rows(draw: st.DrawFn) -> OrderRow:
+def order_rows(draw: st.DrawFn) -> DraftRequestRow:
     start = draw(st.one_of(st.just(0), st.integers(0, 2**63 - 1)))
-    return OrderRow(
+    return DraftRequestRow(
         key=draw(int64s),
         start=start,
         feed=tuple(draw(st.lists(st.integers(0, 999), max_size=16))),
@@ -207,14 +207,14 @@ def order_rows(draw: st.DrawFn) -> OrderRow:
 
 
 @st.composite
-def answers(draw: st.DrawFn, rows: list[OrderRow]) -> list[AnswerRow]:
+def answers(draw: st.DrawFn, rows: list[DraftRequestRow]) -> list[DraftResponseRow]:
     answer = []
     for row in rows:
         token_ids = draw(st.lists(st.integers(0, 999), max_size=row.k))
         size = draw(st.sampled_from([0, len(token_ids)]))
         confidences = draw(st.lists(st.floats(0, 1), min_size=size, max_size=size))
         answer.append(
-            AnswerRow(tuple(token_ids), tuple(confidences), draw(st.booleans()), draw(st.sampled_from(REASONS)))
+            DraftResponseRow(tuple(token_ids), tuple(confidences), draw(st.booleans()), draw(st.sampled_from(REASONS)))
         )
     return answer
 
@@ -227,14 +227,14 @@ def answers(draw: st.DrawFn, rows: list[OrderRow]) -> list[AnswerRow]:
     data=st.data(),
 )
 def test_every_value_survives_the_block(
-    rows: list[OrderRow], released: list[int], seq: int, draft_s: float, data: st.DataObject
+    rows: list[DraftRequestRow], released: list[int], seq: int, draft_s: float, data: st.DataObject
 ) -> None:
     memory = mmap.mmap(-1, block_bytes(SPEC))
     writer, reader = DraftBlock(memory, SPEC, epoch=9), DraftBlock(memory, SPEC, epoch=9)
     writer.initialize()
     writer.write_order(seq, rows, released)
     order = reader.read_order(seq)
-    assert order == Order(9, seq, tuple(rows), tuple(released))
+    assert order == DraftRequest(9, seq, tuple(rows), tuple(released))
     rows_out = data.draw(answers(rows))
     reader.write_answer(order, rows_out, draft_s)
     answer = writer.read_answer(seq, [row.k for row in rows])
@@ -244,7 +244,7 @@ def test_every_value_survives_the_block(
 def test_an_order_above_the_capacity_is_the_callers_error_and_costs_nothing(target: TargetEnd) -> None:
     row = ROWS[0]
     large = TokenOptions(num_prompt=1, grammar=GrammarSpec(kind="regex", text="a" * 2048))
-    too_much: list[tuple[list[OrderRow], list[int], str]] = [
+    too_much: list[tuple[list[DraftRequestRow], list[int], str]] = [
         ([row] * 5, [], "rows: 5 given, allowed are 4"),
         ([dataclasses.replace(row, feed=(1,) * 65)], [], "feed tokens: 65 given, allowed are 64"),
         ([dataclasses.replace(row, options=large)], [], r"options bytes: \d+ given, allowed are 2048"),
@@ -267,7 +267,7 @@ def test_an_answer_must_fit_its_order(target: TargetEnd) -> None:
     order = draft.wait(5)
     assert order is not None
     good = echo(order)
-    for rows in ([good[0]], [good[0], AnswerRow((1,) * 6)], [good[0], AnswerRow((1000,))]):
+    for rows in ([good[0]], [good[0], DraftResponseRow((1,) * 6)], [good[0], DraftResponseRow((1000,))]):
         with pytest.raises(ValueError, match=r"answer: |tokens for request 1: 6 given, allowed are 5"):
             draft.answer(rows, draft_s=0.0)
     draft.answer(good, draft_s=0.0)
