@@ -234,7 +234,7 @@ def test_a_peer_that_talks_nonsense_is_hung_up_on_and_its_requests_are_given_up(
     assert all(isinstance(submit, Submit) for submit in submitted)
 
 
-SPEC = BufferSpec(max_rows=3, max_k=4, max_feed=16, max_released=4, draft_vocab=50)
+SPEC = BufferSpec(max_rows=3, max_k=4, max_request_tokens=16, max_released=4, draft_vocab=50)
 WORDS = st.one_of(st.integers(-3, 70), st.integers(-(2**63), 2**63 - 1))
 
 
@@ -255,7 +255,7 @@ def read_all(block: DraftBlock) -> None:
             continue
         assert len(got.rows) <= SPEC.max_rows  # type: ignore[attr-defined]
         if isinstance(got, DraftRequest):
-            assert all(0 <= row.k <= SPEC.max_k and max(row.feed, default=0) < SPEC.vocab for row in got.rows)
+            assert all(0 <= row.k <= SPEC.max_k and max(row.new_tokens, default=0) < SPEC.vocab for row in got.rows)
 
 
 @sample(250)

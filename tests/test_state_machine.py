@@ -92,7 +92,7 @@ class EngineMachine(RuleBasedStateMachine):
         if self.method == "ngram":
             return NgramDrafter(min_size=1, max_size=3)
         draft = ToyModel(vocab_size=VOCAB, num_blocks=16, block_size=self.block_size, seed=3, blend=0.3)
-        return toy_drafter(draft, num_blocks=16, max_feed=12)
+        return toy_drafter(draft, num_blocks=16, max_request_tokens=12)
 
     @rule(
         prompt=prompts(VOCAB),

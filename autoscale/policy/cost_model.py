@@ -40,7 +40,7 @@ class CostTable:
     """One draft pass at each of BATCH_KNOTS sequences; 0 for methods that compute nothing."""
     context_s: float = 0.0
     """Per cached token over all spans."""
-    feed_s: float = 0.0
+    catch_up_s: float = 0.0
     """Per committed token that the draft has to read."""
     handoff_s: float = 0.0
     """What asking the draft adds to a step beside its passes: packing, there and back, counting."""
@@ -79,7 +79,7 @@ class CostModel:
             rate_doubt=forward_s / 2000,
             most_rate=MAX_CONTEXT_RATE,
         )
-        passes = Points(knots=BATCH_KNOTS, values=table.pass_s, rate=table.feed_s, rate_doubt=forward_s / 100)
+        passes = Points(knots=BATCH_KNOTS, values=table.pass_s, rate=table.catch_up_s, rate_doubt=forward_s / 100)
         curves = Curves((verify, passes), measured=measured)
         self._verify, self._pass = curves[0], curves[1]
         self._handoff_s = table.handoff_s
@@ -104,7 +104,7 @@ class CostModel:
 
     def draft_s(self, batch: float, depth: float, feed: float = 0.0) -> float:
         """All of drafting: `depth` passes, `feed` committed tokens to read first, and what asking adds."""
-        return self._handoff_s + depth * self.pass_s(batch) + feed * self.feed_s
+        return self._handoff_s + depth * self.pass_s(batch) + feed * self.catch_up_s
 
     @property
     def overhead_s(self) -> float:
@@ -115,7 +115,7 @@ class CostModel:
         return self._handoff_s
 
     @property
-    def feed_s(self) -> float:
+    def catch_up_s(self) -> float:
         """One committed token that the draft has to read."""
         return self._pass.rate
 
@@ -139,7 +139,7 @@ class CostModel:
         drafted = [outcome.num_drafted for outcome in stats.outcomes if outcome.source == "method"]
         depth, batch = max(drafted, default=0), len(drafted)
         prompts = stats.num_prefill_tokens
-        where = (stats.context_len, batch, depth, stats.num_fed)
+        where = (stats.context_len, batch, depth, stats.num_caught_up)
         self.predicted_s = predicted = self.step_s(stats.num_rows, *where, num_prompt_rows=prompts)
         self.plain_s = self.step_s(stats.num_rows - stats.num_drafted, stats.context_len, num_prompt_rows=prompts)
         if stats.step_s > 0:
@@ -149,8 +149,8 @@ class CostModel:
         if judged > 0:
             self._judge_s = self._corrected("judge", self._judge_s, stats.sample_s / judged)
         rest = stats.step_s - stats.verify_s - stats.sample_s - stats.draft_s
-        if depth > 0 or stats.num_fed > 0:
-            self._pass.learn(max(1, batch), stats.draft_s, num_units=stats.num_fed, times=depth)
+        if depth > 0 or stats.num_caught_up > 0:
+            self._pass.learn(max(1, batch), stats.draft_s, num_units=stats.num_caught_up, times=depth)
             self._handoff_s = self._corrected("handoff", self._handoff_s, rest - self._overhead_s)
         else:
             self._overhead_s = self._corrected("overhead", self._overhead_s, rest)
@@ -186,7 +186,7 @@ class CostModel:
             tuple(self._verify.values),
             tuple(self._pass.values),
             self._verify.rate,
-            self.feed_s,
+            self.catch_up_s,
             self._handoff_s,
             self._overhead_s,
             self._judge_s,

@@ -232,7 +232,8 @@ class Goodput:
         best = allocate(
             survival,
             base_s=plain_s,
-            fixed_s=self.cost.handoff_s + self.cost.feed_s * self._feed(batch + float(survival[:, 0].sum())),
+            fixed_s=self.cost.handoff_s
+            + self.cost.catch_up_s * self._catch_up_tokens(batch + float(survival[:, 0].sum())),
             pass_s=self.cost.pass_s(batch),
             added_s=self.cost.added_rows_s(rows, survival.size),
             depths=depths,
@@ -241,7 +242,7 @@ class Goodput:
         whole_s = self.cost.step_s(rows, context, num_prompt_rows=num_prefill_rows)
         return best, plain_s, whole_s - plain_s
 
-    def _feed(self, tokens: float) -> float:
+    def _catch_up_tokens(self, tokens: float) -> float:
         """Committed tokens that the draft reads per step: what a step yields, its share of prompts, what was missed."""
         return tokens * (1 + self._prompt_len / self._answer_len) + self._missed / CATCH_UP_STEPS
 

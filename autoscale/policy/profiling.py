@@ -144,7 +144,7 @@ def profile_draft(
     return replace(
         table,
         pass_s=tuple(float(value) for value in pass_s),
-        feed_s=min(feeds),
+        catch_up_s=min(feeds),
         handoff_s=statistics.median(handoffs),
     )
 
@@ -190,8 +190,8 @@ def _fastest(
     return best
 
 
-def _order(key: int, start: int, num_feed: int, k: int) -> DraftRequestRow:
-    return DraftRequestRow(key, start, (1,) * num_feed, k, RowSampling(0.0, 1.0, 0, 0, False))
+def _order(key: int, start: int, num_new_tokens: int, k: int) -> DraftRequestRow:
+    return DraftRequestRow(key, start, (1,) * num_new_tokens, k, RowSampling(0.0, 1.0, 0, 0, False))
 
 
 def _plan(q_lens: Sequence[int], context: int, width: int, block_size: int) -> ForwardInput:

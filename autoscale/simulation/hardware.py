@@ -47,7 +47,7 @@ def roofline_table(
         tuple(forward(target_bytes, target_flops_per_token, rows) for rows in ROW_KNOTS),
         tuple(forward(draft_bytes, draft_flops_per_token, batch) for batch in BATCH_KNOTS),
         context_s=kv_bytes_per_token / bytes_per_s,
-        feed_s=draft_flops_per_token / flops_per_s,
+        catch_up_s=draft_flops_per_token / flops_per_s,
         handoff_s=5e-5,
         overhead_s=5e-4,
     )

@@ -200,7 +200,7 @@ class Simulation:
         rows = len(live) + sum(outcome.num_drafted for outcome in outcomes)
         depth = max((outcome.num_drafted for outcome in outcomes), default=0)
         verify_s = self._cost.verify_s(rows, context) * noise
-        draft_s = (depth * self._cost.pass_s(len(outcomes)) + fed * self._cost.feed_s) * noise if depth else 0.0
+        draft_s = (depth * self._cost.pass_s(len(outcomes)) + fed * self._cost.catch_up_s) * noise if depth else 0.0
         handoff_s = self._cost.handoff_s if depth else 0.0
         reached = [sum(min(o.num_accepted + 1, o.num_drafted) > j for o in outcomes) for j in range(depth)]
         return StepStats(
@@ -218,7 +218,7 @@ class Simulation:
             depth=depth,
             k_by_reason=reasons,
             outcomes=tuple(outcomes),
-            num_fed=fed,
+            num_caught_up=fed,
             ended=tuple(request.key for request in live if request.finish_reason is not None),
             accepted_per_finished=tuple(
                 outcome.num_accepted

@@ -19,7 +19,7 @@ from engine.errors import EngineUnavailable
 from engine.sampling.row_sampling import RowSampling
 
 NODE = "bench"
-SPEC = BufferSpec(max_rows=32, max_k=5, max_feed=256, max_released=8, draft_vocab=1024, target_vocab=49152)
+SPEC = BufferSpec(max_rows=32, max_k=5, max_request_tokens=256, max_released=8, draft_vocab=1024, target_vocab=49152)
 BUSY_S = 0.002
 """The target's own work between two orders."""
 DEADLINE_S = 5.0

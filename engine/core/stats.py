@@ -63,7 +63,7 @@ def step_stats(
         depth=len(reached),
         k_by_reason=k_by_reason,
         outcomes=tuple(outcomes),
-        num_fed=draft.num_fed,
+        num_caught_up=draft.num_caught_up,
         ended=tuple(ended),
         accepted_per_finished=tuple(accepted_means),
         schedule_s=schedule_s,
@@ -141,7 +141,7 @@ class StepStats(Struct, frozen=True, kw_only=True, gc=False):
     """Spans that sample, by the reason of their K."""
     outcomes: tuple[RowOutcome, ...]
     """Of every request that was drafted for."""
-    num_fed: int
+    num_caught_up: int
     """Committed tokens the draft had to read."""
     ended: tuple[int, ...]
     """Keys of requests that finished in this step, or were aborted since the one before."""

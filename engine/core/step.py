@@ -97,7 +97,7 @@ class Draft(Struct, frozen=True, gc=False):
     """Seconds the draft computed."""
     handoff_s: float = 0.0
     """Seconds between the two processes, both ways."""
-    num_fed: int = 0
+    num_caught_up: int = 0
     """Committed tokens the draft had to read before it could run ahead."""
 
 

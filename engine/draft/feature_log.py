@@ -98,7 +98,7 @@ class FeatureLog:
                     missing -= 1
         return tuple(found)
 
-    def told(self, key: int, num_tokens: int) -> None:
+    def sent(self, key: int, num_tokens: int) -> None:
         """The draft has the features before the first `num_tokens` tokens of a request."""
         runs = self._runs.get(key)
         while runs and runs[0].position + runs[0].length < num_tokens:

@@ -38,7 +38,7 @@ class DraftRequestRow:
     """int64 number of the request."""
     start: int
     """Committed tokens sent before for this request; 0: new or restarted, forget what you had."""
-    feed: tuple[int, ...]
+    new_tokens: tuple[int, ...]
     """Committed tokens from `start` on: the last verdict's, or a chunk of a long prompt; may be empty."""
     k: int
     """Tokens to draft after the feed."""
@@ -65,7 +65,7 @@ class DraftRequestRow:
             raise ValueError(f"order row {self.key}: floor {self.floor} is not within 0 and 1")
         if self.options is not None and self.start > 0:
             raise ValueError(f"order row {self.key}: options are told with start 0, not {self.start}")
-        if self.feature_rows and len(self.feature_rows) != len(self.feed):
+        if self.feature_rows and len(self.feature_rows) != len(self.new_tokens):
             raise ValueError(f"order row {self.key}: {len(self.feature_rows)} feature rows for {len(self.feed)} tokens")
 
 

@@ -144,7 +144,7 @@ class DraftModel:
         sequence = self._sequences.get(order.key)
         if sequence is None:
             return None  # told to go on with something it does not have; it will be told from the start
-        sequence.follow(order.start, order.feed, keeps_agreed=keeps_agreed)
+        sequence.follow(order.start, order.new_tokens, keeps_agreed=keeps_agreed)
         if order.start == 0:
             num_found = self._pool.attach_prefix(sequence)
             sequence.positions = list(range(sequence.first, sequence.first + num_found))

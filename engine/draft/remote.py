@@ -58,14 +58,14 @@ class RemoteDrafter:
     def __init__(
         self,
         *,
-        max_feed: int,
+        max_request_tokens: int,
         max_released: int,
         max_options: int = MAX_OPTIONS,
         deadline_s: float,
         on_down: Callable[[str], None],
     ) -> None:
         self._vocab: torch.Tensor | None = None
-        self._max_feed = max_feed
+        self._max_request_tokens = max_request_tokens
         self._max_released = max_released
         self._max_options = max_options
         self._deadline_s = deadline_s
@@ -147,13 +147,15 @@ class RemoteDrafter:
                 rows[index] = DraftRow(reason="draft_down")
             return Draft(tuple(rows))
         del self._released[: len(released)]
-        fed = sum(len(order.feed) for order in orders)
+        num_caught_up = sum(len(order.new_tokens) for order in orders)
         probs = self._end.probs
         for place, (index, order, answered) in enumerate(zip(asked, orders, answer.rows, strict=True)):
             row = self._row(batch.spans[index], order, answered, probs[place])
             if batch.spans[index].k > 0:
                 rows[index] = row
-        return Draft(tuple(rows), self._vocab, draft_s=answer.draft_s, handoff_s=answer.handoff_s, num_fed=fed)
+        return Draft(
+            tuple(rows), self._vocab, draft_s=answer.draft_s, handoff_s=answer.handoff_s, num_caught_up=num_caught_up
+        )
 
     def _asked(self, spans: Sequence[Span]) -> list[int]:
         """Spans to draft for, and prompts whose features must be read before they are overwritten."""
@@ -189,26 +191,26 @@ class RemoteDrafter:
 
     def _orders(self, spans: Sequence[Span]) -> list[DraftRequestRow]:
         """What to tell the draft: the committed tokens it does not know yet, as many as fit in one order."""
-        room = self._max_feed
+        room = self._max_request_tokens
         orders = []
         for span in spans:
             request = span.request
             start = self._sent.get(request.key, 0)
             # Of a prompt that is still being computed, so much as there are features for.
             stop = len(request.tokens) if span.k > 0 else span.start + 1
-            feed = tuple(request.tokens[start : min(start + room, stop)])
-            room -= len(feed)
-            caught_up = start + len(feed) == len(request.tokens)
+            new_tokens = tuple(request.tokens[start : min(start + room, stop)])
+            room -= len(new_tokens)
+            caught_up = start + len(new_tokens) == len(request.tokens)
             orders.append(
                 DraftRequestRow(
                     key=request.key,
                     start=start,
-                    feed=feed,
+                    new_tokens=new_tokens,
                     k=span.k if caught_up else 0,
                     sampling=request.row_sampling,
                     floor=span.floor,
                     options=request.rules.options if request.rules is not None and start == 0 else None,
-                    feature_rows=self._log.rows(request.key, start, len(feed)) if self._log is not None else (),
+                    feature_rows=self._log.rows(request.key, start, len(new_tokens)) if self._log is not None else (),
                 )
             )
         return orders
@@ -222,9 +224,9 @@ class RemoteDrafter:
         if answered.reason == "options":
             self._unsupported.add(key)
             return DraftRow(reason="options")
-        self._sent[key] = order.start + len(order.feed)
+        self._sent[key] = order.start + len(order.new_tokens)
         if self._log is not None:
-            self._log.told(key, self._sent[key])
+            self._log.sent(key, self._sent[key])
         if order.k == 0:
             return DraftRow(reason="catch_up")
         drafted = len(answered.token_ids)

@@ -47,7 +47,7 @@ class DraftSequence:
         """Whether every token up to the last one with a cell has one, so that others may share its blocks."""
         return not self.positions or self.positions[-1] == self.first + len(self.positions) - 1
 
-    def follow(self, start: int, feed: Sequence[int], *, keeps_agreed: bool) -> None:
+    def follow(self, start: int, new_tokens: Sequence[int], *, keeps_agreed: bool) -> None:
         """Take over committed tokens in place of what was drafted.
 
         Args:
@@ -57,14 +57,14 @@ class DraftSequence:
         """
         stays = start
         if keeps_agreed:
-            for guessed, committed in zip(self.tokens[start:], feed, strict=False):
+            for guessed, committed in zip(self.tokens[start:], new_tokens, strict=False):
                 if guessed != committed:
                     break
                 stays += 1
-            stays = min(stays, start + len(feed) - 1)  # the last token is computed again: its outputs are needed
+            stays = min(stays, start + len(new_tokens) - 1)  # the last token is computed again: its outputs are needed
         if self.rules is not None:
             self.rules.rewind(start)
-        self.tokens[start:] = feed
+        self.tokens[start:] = new_tokens
         del self.positions[bisect_left(self.positions, stays) :]
 
     def unread(self) -> range:

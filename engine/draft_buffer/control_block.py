@@ -104,44 +104,56 @@ class DraftBlock:
     def write_order(self, seq: int, rows: Sequence[DraftRequestRow], released: Sequence[int]) -> None:
         """Raises ValueError, before anything is announced, if the order exceeds the capacities."""
         spec = self.spec
-        feed = np.array([token for row in rows for token in row.feed], dtype=np.int64)
+        new_tokens = np.array([token for row in rows for token in row.new_tokens], dtype=np.int64)
         blobs = [encode_options(row.options) for row in rows]
         options = np.frombuffer(b"".join(blobs), dtype=np.uint8)
         check_capacity("rows", len(rows), spec.max_rows)
-        check_capacity("feed tokens", len(feed), spec.max_feed)
+        check_capacity("feed tokens", len(new_tokens), spec.max_request_tokens)
         check_capacity("released keys", len(released), spec.max_released)
         check_capacity("options bytes", len(options), spec.max_options)
         check_capacity("k", max((row.k for row in rows), default=0), spec.max_k)
-        if not within(feed, spec.vocab):
+        if not within(new_tokens, spec.vocab):
             raise ValueError(f"order: a fed token id is outside 0..{spec.vocab - 1}")
         if spec.feature_rows:
-            self._write_feature_rows(rows, len(feed))
+            self._write_feature_rows(rows, len(new_tokens))
         self._arrays.order_rows[: len(rows)] = [
             (
-                *(r.key, r.start, len(r.feed), r.k, r.sampling.temperature, r.sampling.top_p, r.sampling.stream_key),
+                *(
+                    r.key,
+                    r.start,
+                    len(r.new_tokens),
+                    r.k,
+                    r.sampling.temperature,
+                    r.sampling.top_p,
+                    r.sampling.stream_key,
+                ),
                 *(r.sampling.attempt, r.sampling.coupled, r.sampling.top_k, r.sampling.min_p, r.floor, len(blob)),
             )
             for r, blob in zip(rows, blobs, strict=True)
         ]
-        self._arrays.feed[: len(feed)] = feed
+        self._arrays.new_tokens[: len(new_tokens)] = new_tokens
         self._arrays.released[: len(released)] = released
         self._arrays.options[: len(options)] = options
         words = self._words
         words[Word.ORDER_EPOCH], words[Word.ORDER_OPTIONS] = self.epoch, len(options)
-        words[Word.ORDER_ROWS], words[Word.ORDER_FEED], words[Word.ORDER_RELEASED] = len(rows), len(feed), len(released)
+        words[Word.ORDER_ROWS], words[Word.ORDER_FEED], words[Word.ORDER_RELEASED] = (
+            len(rows),
+            len(new_tokens),
+            len(released),
+        )
         words[Word.ORDER_SEQ] = seq
 
-    def _write_feature_rows(self, rows: Sequence[DraftRequestRow], num_feed: int) -> None:
+    def _write_feature_rows(self, rows: Sequence[DraftRequestRow], num_new_tokens: int) -> None:
         feature_rows = np.array([place for row in rows for place in row.feature_rows], dtype=np.int64)
-        if len(feature_rows) != num_feed or not within(feature_rows + 1, self.spec.feature_rows + 1):
+        if len(feature_rows) != num_new_tokens or not within(feature_rows + 1, self.spec.feature_rows + 1):
             raise ValueError(
                 f"order: {len(feature_rows)} feature rows for {num_feed} fed tokens, or not within "
                 f"-1..{self.spec.feature_rows - 1}"
             )
-        self._arrays.feature_rows[:num_feed] = feature_rows
+        self._arrays.feature_rows[:num_new_tokens] = feature_rows
 
-    def _read_feature_rows(self, num_feed: int) -> list[int]:
-        feature_rows = self._arrays.feature_rows[:num_feed].astype(np.int64)
+    def _read_feature_rows(self, num_new_tokens: int) -> list[int]:
+        feature_rows = self._arrays.feature_rows[:num_new_tokens].astype(np.int64)
         if not within(feature_rows + 1, self.spec.feature_rows + 1):
             raise CorruptBlock(f"a feature row is outside -1..{self.spec.feature_rows - 1}")
         places: list[int] = feature_rows.tolist()
@@ -158,15 +170,17 @@ class DraftBlock:
         expect("order seq", words[Word.ORDER_SEQ], seq)
         expect("order epoch", words[Word.ORDER_EPOCH], self.epoch)
         num_rows = count("order rows", words[Word.ORDER_ROWS], spec.max_rows)
-        num_feed = count("feed tokens", words[Word.ORDER_FEED], spec.max_feed)
+        num_new_tokens = count("feed tokens", words[Word.ORDER_FEED], spec.max_request_tokens)
         num_released = count("released keys", words[Word.ORDER_RELEASED], spec.max_released)
-        feed = self._arrays.feed[:num_feed].copy()
-        if not within(feed, spec.vocab):
+        new_tokens = self._arrays.new_tokens[:num_new_tokens].copy()
+        if not within(new_tokens, spec.vocab):
             raise CorruptBlock(f"a fed token id is outside 0..{spec.vocab - 1}")
         options = self._arrays.options[: count("options bytes", words[Word.ORDER_OPTIONS], spec.max_options)].tobytes()
         raw_rows = self._arrays.order_rows[:num_rows].tolist()
-        feeds = split(feed.tolist(), [row[2] for row in raw_rows])
-        places = split(self._read_feature_rows(num_feed), [row[2] for row in raw_rows]) if spec.feature_rows else ()
+        feeds = split(new_tokens.tolist(), [row[2] for row in raw_rows])
+        places = (
+            split(self._read_feature_rows(num_new_tokens), [row[2] for row in raw_rows]) if spec.feature_rows else ()
+        )
         blobs = split(list(options), [row[-1] for row in raw_rows])
         try:
             rows = tuple(
@@ -234,12 +248,12 @@ class DraftBlock:
 
 
 def _order_row(
-    raw: tuple[Any, ...], feed: tuple[int, ...], blob: bytes, max_k: int, feature_rows: tuple[int, ...]
+    raw: tuple[Any, ...], new_tokens: tuple[int, ...], blob: bytes, max_k: int, feature_rows: tuple[int, ...]
 ) -> DraftRequestRow:
     """Raises ValueError or CorruptBlock."""
     key, start, _, k, temperature, top_p, stream, attempt, coupled, top_k, min_p, floor, _ = raw
     return DraftRequestRow(
-        *(key, start, feed, count("k", k, max_k)),
+        *(key, start, new_tokens, count("k", k, max_k)),
         RowSampling(temperature, top_p, stream, attempt, bool(coupled), top_k, min_p),
         floor=floor,
         options=decode_options(blob),

@@ -79,7 +79,7 @@ class BlockArrays:
 
     order_rows: npt.NDArray[Any]
     """[max_rows] records."""
-    feed: npt.NDArray[np.int32]
+    new_tokens: npt.NDArray[np.int32]
     """[max_feed] committed tokens, row after row."""
     released: npt.NDArray[np.int64]
     """[max_released] request keys."""
@@ -116,7 +116,7 @@ def fixed_words(spec: BufferSpec, epoch: int) -> dict[str, int]:
         "epoch": epoch,
         "max_rows": spec.max_rows,
         "max_k": spec.max_k,
-        "max_feed": spec.max_feed,
+        "max_feed": spec.max_request_tokens,
         "max_released": spec.max_released,
         "max_options": spec.max_options,
         "draft_vocab": spec.draft_vocab,
@@ -131,10 +131,10 @@ def _places(spec: BufferSpec) -> list[tuple[np.dtype[Any], int, int]]:
     """dtype, length and first byte of each array, one after the other on cache lines."""
     arrays: list[tuple[np.dtype[Any], int]] = [
         (_ORDER_ROW, spec.max_rows),
-        (np.dtype(np.int32), spec.max_feed),
+        (np.dtype(np.int32), spec.max_request_tokens),
         (np.dtype(np.int64), spec.max_released),
         (np.dtype(np.uint8), spec.max_options),
-        (np.dtype(np.int32), spec.max_feed if spec.feature_rows else 0),
+        (np.dtype(np.int32), spec.max_request_tokens if spec.feature_rows else 0),
         (_ANSWER_ROW, spec.max_rows),
         (np.dtype(np.int32), spec.max_rows * spec.max_k),
         (np.dtype(np.float64), spec.max_rows * spec.max_k),
@@ -198,7 +198,7 @@ class BufferSpec:
     """Requests in one order."""
     max_k: int
     """Draft tokens per request and order."""
-    max_feed: int
+    max_request_tokens: int
     """Committed tokens that one order can carry, all rows together."""
     max_released: int
     """Requests that one order can release."""

@@ -18,7 +18,7 @@ from engine.draft_buffer.target_end import BufferHandle, TargetEnd, create_draft
 from engine.errors import ConfigError, DraftDown, EngineError
 from engine.ipc.wire import DraftStatus
 
-MAX_FEED = 4096
+MAX_REQUEST_TOKENS = 4096
 """Committed tokens that one order to the draft may carry."""
 
 MAX_RELEASED = 1024
@@ -57,8 +57,8 @@ class _SameEverywhere:
         self.features = end.features
 
     def ask(self, rows: Sequence[DraftRequestRow], released: Sequence[int] = (), *, deadline_s: float) -> DraftResponse:
-        told = [replace(row, feature_rows=(0,) * len(row.feed)) for row in rows]
-        return self._end.ask(told, released, deadline_s=deadline_s)
+        sent = [replace(row, feature_rows=(0,) * len(row.new_tokens)) for row in rows]
+        return self._end.ask(sent, released, deadline_s=deadline_s)
 
     def close(self) -> None:
         """The end belongs to the dock."""
@@ -121,7 +121,7 @@ class DraftConnection:
         spec = BufferSpec(
             max_rows=self._max_rows,
             max_k=self._max_k,
-            max_feed=MAX_FEED,
+            max_request_tokens=MAX_REQUEST_TOKENS,
             max_released=MAX_RELEASED,
             draft_vocab=info.draft_vocab,
             target_vocab=self._target_vocab,

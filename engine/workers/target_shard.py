@@ -46,7 +46,7 @@ from engine.model.load import Model, load_model
 from engine.model.runner import ModelRunner, num_kv_blocks
 from engine.sampling.grammar import Grammars
 from engine.sampling.vocabulary import load_tokenizer_info
-from engine.workers.draft_connection import MAX_FEED, MAX_RELEASED, DraftConnection, FeatureShape
+from engine.workers.draft_connection import MAX_RELEASED, MAX_REQUEST_TOKENS, DraftConnection, FeatureShape
 
 PEER_TIMEOUT_S = 30.0
 """Deadline for anything another shard has to do in a step."""
@@ -305,7 +305,7 @@ class TargetShard:
         if speculative.method not in DRAFT_METHODS:
             return None
         return RemoteDrafter(
-            max_feed=MAX_FEED,
+            max_request_tokens=MAX_REQUEST_TOKENS,
             max_released=MAX_RELEASED,
             deadline_s=speculative.deadline_s,
             on_down=lambda reason: self._send(DraftStatus(up=False, reason=reason)),

@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 NODE = "node-a"
-SPEC = BufferSpec(max_rows=8, max_k=4, max_feed=64, max_released=8, draft_vocab=32_000)
+SPEC = BufferSpec(max_rows=8, max_k=4, max_request_tokens=64, max_released=8, draft_vocab=32_000)
 ROWS = [DraftRequestRow(key, 0, (1,), 4, RowSampling(1.0, 1.0, 0, 0, True)) for key in range(8)]
 CHILDREN = multiprocessing.get_context("spawn")
 

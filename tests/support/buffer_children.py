@@ -27,7 +27,7 @@ from engine.ipc.forward_broadcast import ForwardHandle, ForwardReceiver, Forward
 
 NODE = "node-a"
 SPEC = BufferSpec(
-    max_rows=4, max_k=5, max_feed=64, max_released=8, draft_vocab=300, target_vocab=1000, max_options=2048
+    max_rows=4, max_k=5, max_request_tokens=64, max_released=8, draft_vocab=300, target_vocab=1000, max_options=2048
 )
 CHILDREN = multiprocessing.get_context("forkserver")
 CHILDREN.set_forkserver_preload(["torch", "engine.draft_buffer.target_end", "engine.ipc.forward_broadcast"])

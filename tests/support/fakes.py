@@ -151,14 +151,14 @@ def toy_drafter(
     *,
     num_blocks: int = 64,
     vocab: torch.Tensor | None = None,
-    max_feed: int = 64,
+    max_request_tokens: int = 64,
     spelling: Spelling | None = None,
 ) -> RemoteDrafter:
     """A RemoteDrafter whose model is a toy in this process."""
     pool = BlockPool(num_blocks, draft.block_size, prefix_cache=True)
     grammars = toy_grammars(spelling) if spelling is not None else None
     model = DraftModel(PlainArchitecture(draft.forward), pool, vocab=vocab, max_model_len=10_000, grammars=grammars)
-    drafter = RemoteDrafter(max_feed=max_feed, max_released=64, deadline_s=1.0, on_down=print)
+    drafter = RemoteDrafter(max_request_tokens=max_request_tokens, max_released=64, deadline_s=1.0, on_down=print)
     drafter.set_vocab(vocab)
     drafter.attach(LoopbackEnd(model, max_rows=64, max_k=16, draft_vocab=draft.columns))
     return drafter

@@ -114,14 +114,14 @@ def toy_eagle(
     *,
     num_blocks: int = 64,
     vocab: torch.Tensor | None = None,
-    max_feed: int = 64,
+    max_request_tokens: int = 64,
     ring: int = 256,
 ) -> tuple[RemoteDrafter, LoopbackEnd]:
     """A drafter that reads the target's features, and the end it is attached to."""
     architecture = ToyEagle(distribution, num_blocks=num_blocks, block_size=target.block_size)
     pool = BlockPool(num_blocks, target.block_size, prefix_cache=True, ahead=1)
     model = DraftModel(architecture, pool, vocab=vocab, max_model_len=10_000)
-    drafter = RemoteDrafter(max_feed=max_feed, max_released=64, deadline_s=1.0, on_down=print)
+    drafter = RemoteDrafter(max_request_tokens=max_request_tokens, max_released=64, deadline_s=1.0, on_down=print)
     drafter.set_vocab(vocab)
     width = len(target.features_after([]))
     features = torch.full((ring, width), float("nan"))

@@ -85,7 +85,7 @@ def step(*, rows: int, verify_s: float, rest_s: float, sample_s: float = 0.0, dr
     return structs.replace(
         make_step([(drafted, 0)], 0) if drafted else make_step([], 1),
         context_len=0,
-        num_fed=min(1, drafted),
+        num_caught_up=min(1, drafted),
         draft_s=draft_s,
         handoff_s=0.0,
         verify_s=verify_s,
@@ -176,25 +176,25 @@ def test_a_kept_table_is_believed_only_while_forwards_take_as_long(factor: float
 
 
 def test_the_draft_s_profile_sees_passes_and_reading() -> None:
-    told: dict[int, int] = {}
+    sent: dict[int, int] = {}
 
     def ask(rows, released):  # type: ignore[no-untyped-def]
         draft_s = 0.0
         for row in rows:
-            assert told.get(row.key, 0) == row.start, "the profile tells what was committed in order"
-            told[row.key] = row.start + len(row.feed)
+            assert sent.get(row.key, 0) == row.start, "the profile tells what was committed in order"
+            sent[row.key] = row.start + len(row.feed)
             draft_s = max(draft_s, row.k * (0.001 + 1e-4 * len(rows)))
         draft_s += 1e-5 * sum(len(row.feed) for row in rows)
         for key in released:
-            del told[key]
+            del sent[key]
         return DraftResponse(1, 1, tuple(DraftResponseRow((1,) * row.k) for row in rows), draft_s, handoff_s=4e-5)
 
     table = profile_draft(ask, UNMEASURED, max_rows=16, max_k=5)
-    assert not told, "nothing is left in the draft"
+    assert not sent, "nothing is left in the draft"
     assert abs(table.pass_s[0] - 0.0011) < 1e-4
     assert abs(table.pass_s[4] - 0.0026) < 1e-4
     assert table.pass_s[-1] > table.pass_s[4]
-    assert abs(table.feed_s - 1e-5) < 1e-6
+    assert abs(table.catch_up_s - 1e-5) < 1e-6
     assert table.handoff_s == 4e-5
 
 

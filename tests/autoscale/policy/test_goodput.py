@@ -285,7 +285,7 @@ def request_of(key: int, *, num_prompt: int = 1, temperature: float = 1.0) -> Re
 
 def test_prompts_that_the_draft_has_to_read_are_part_of_its_price() -> None:
     """An answer of some hundred tokens does not pay for reading ten thousand of a prompt."""
-    table = replace(cpu_table(), feed_s=1e-4)
+    table = replace(cpu_table(), catch_up_s=1e-4)
     for num_prompt, is_worth_it in ((50, True), (10_000, False)):
         pacer = make_goodput("draft_model", MAX_K, table)
         choices = pacer.choose(SpeculationPlan(max_k=MAX_K), [request_of(1, num_prompt=num_prompt)], 0)

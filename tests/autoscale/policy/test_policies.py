@@ -40,7 +40,7 @@ def finished(*accepted: float) -> StepStats:
         depth=5,
         k_by_reason={"plan": 1},
         outcomes=(),
-        num_fed=1,
+        num_caught_up=1,
         ended=(),
         accepted_per_finished=accepted,
         schedule_s=0.001,

@@ -38,10 +38,10 @@ def make_drafter(method: str, block_size: int) -> Drafter:
         return LookupFirst(NgramDrafter(min_size=2, max_size=3), model)
     if method == "draft_model_reduced":
         draft = ToyModel(vocab_size=VOCAB, columns=5, block_size=block_size, seed=3)
-        return toy_drafter(draft, vocab=torch.tensor([6, 1, 4, 0, 2]), max_feed=9)
+        return toy_drafter(draft, vocab=torch.tensor([6, 1, 4, 0, 2]), max_request_tokens=9)
     num_blocks = 12 if method == "draft_model_small_pool" else 64
     draft = ToyModel(vocab_size=VOCAB, num_blocks=num_blocks, block_size=block_size, seed=3, blend=0.3)
-    return toy_drafter(draft, num_blocks=num_blocks, max_feed=12)
+    return toy_drafter(draft, num_blocks=num_blocks, max_request_tokens=12)
 
 
 SUBMITS = submits_lists(
@@ -207,7 +207,7 @@ def test_after_a_pause_the_draft_catches_up_and_acceptance_is_what_it_was() -> N
             return super().choose(plan, decodes, num_prefill_rows)
 
     target = ToyModel(vocab_size=VOCAB, num_blocks=200)
-    drafter = toy_drafter(ToyModel(vocab_size=VOCAB, num_blocks=200), num_blocks=200, max_feed=8)
+    drafter = toy_drafter(ToyModel(vocab_size=VOCAB, num_blocks=200), num_blocks=200, max_request_tokens=8)
     pacer = Pausing(3)
     engine = ToyEngine(target, drafter, pacer, num_blocks=200, max_model_len=400)
     engine.run([Submit(request_id="r", prompt=(1, 2), sampling=SamplingParams(temperature=0.0, max_tokens=200))])

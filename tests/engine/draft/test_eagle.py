@@ -53,7 +53,7 @@ def submits(seed: int, *, temperature: float, count: int, max_prompt: int) -> li
     prefix_cache=st.booleans(),
     max_step_tokens=st.sampled_from([4, 7, 32]),
     draft_blocks=st.sampled_from([14, 200]),
-    max_feed=st.sampled_from([5, 64]),
+    max_request_tokens=st.sampled_from([5, 64]),
     ring=st.sampled_from([40, 1000]),
     temperature=st.sampled_from([0.0, 0.8]),
     reduced=st.booleans(),
@@ -65,7 +65,7 @@ def test_every_request_gets_the_reference_tokens(
     prefix_cache: bool,
     max_step_tokens: int,
     draft_blocks: int,
-    max_feed: int,
+    max_request_tokens: int,
     ring: int,
     temperature: float,
     reduced: bool,
@@ -79,7 +79,7 @@ def test_every_request_gets_the_reference_tokens(
         draft_model,
         num_blocks=draft_blocks,
         vocab=torch.tensor([6, 1, 4, 0, 2]) if reduced else None,
-        max_feed=max_feed,
+        max_request_tokens=max_request_tokens,
         ring=ring,
     )
     engine = ToyEngine(
@@ -119,7 +119,7 @@ def run_perfect(pacer: FixedPacer, *, ring: int = 512, **settings: int | bool) -
     num_blocks = int(settings.get("num_blocks", 400))
     target = FeaturedToy(vocab_size=VOCAB, num_blocks=num_blocks, order=ORDER)
     draft_model = ToyModel(vocab_size=VOCAB, order=ORDER)
-    drafter, end = toy_eagle(target, draft_model, num_blocks=400, ring=ring, max_feed=32)
+    drafter, end = toy_eagle(target, draft_model, num_blocks=400, ring=ring, max_request_tokens=32)
     engine = ToyEngine(target, drafter, pacer, **{"num_blocks": num_blocks, "max_model_len": 200, **settings})  # type: ignore[arg-type]
     greedy = SamplingParams(temperature=0.0, max_tokens=60)
     rng = random.Random(5)

@@ -73,9 +73,9 @@ def drafts(folder: Path, target_folder: Path) -> DraftModel:
     return DraftModel(EagleArchitecture(loaded.head, loaded.decoder, caches), pool, vocab=vocab, max_model_len=512)
 
 
-def order(key: int, start: int, feed: list[int], places: list[int], **sampling: Any) -> DraftRequestRow:
+def order(key: int, start: int, new_tokens: list[int], places: list[int], **sampling: Any) -> DraftRequestRow:
     given = {"temperature": 0.0, "top_p": 1.0, "stream_key": 3, "attempt": 1, "coupled": False} | sampling
-    return DraftRequestRow(key, start, tuple(feed), NUM_DRAFTED, RowSampling(**given), feature_rows=tuple(places))
+    return DraftRequestRow(key, start, tuple(new_tokens), NUM_DRAFTED, RowSampling(**given), feature_rows=tuple(places))
 
 
 def distributions_along(
@@ -126,7 +126,7 @@ def test_drafts_follow_the_trained_laws(target_folder: Path, tmp_path: Path, num
                     order(key, start, text[start : start + chunk], places[start : start + chunk], temperature=1.0)
                 )
         for place, (row, answer) in enumerate(zip(rows, model.answer(rows, (), probs, ring), strict=True)):
-            num_known = start + len(row.feed)
+            num_known = start + len(row.new_tokens)
             tokens = texts[row.key][:num_known] + list(answer.token_ids)
             samplings = distributions_along(trained, tokens, num_known, features[row.key][: num_known - 1])
             torch.testing.assert_close(probs[place], torch.stack(samplings[:-1]), rtol=2e-3, atol=1e-5)

@@ -191,7 +191,7 @@ def order_rows(draw: st.DrawFn) -> DraftRequestRow:
     return DraftRequestRow(
         key=draw(int64s),
         start=start,
-        feed=tuple(draw(st.lists(st.integers(0, 999), max_size=16))),
+        new_tokens=tuple(draw(st.lists(st.integers(0, 999), max_size=16))),
         k=draw(st.integers(0, 5)),
         sampling=RowSampling(
             temperature=draw(st.floats(0, 1e6)),
@@ -246,11 +246,11 @@ def test_an_order_above_the_capacity_is_the_callers_error_and_costs_nothing(targ
     large = TokenOptions(num_prompt=1, grammar=GrammarSpec(kind="regex", text="a" * 2048))
     too_much: list[tuple[list[DraftRequestRow], list[int], str]] = [
         ([row] * 5, [], "rows: 5 given, allowed are 4"),
-        ([dataclasses.replace(row, feed=(1,) * 65)], [], "feed tokens: 65 given, allowed are 64"),
+        ([dataclasses.replace(row, new_tokens=(1,) * 65)], [], "feed tokens: 65 given, allowed are 64"),
         ([dataclasses.replace(row, options=large)], [], r"options bytes: \d+ given, allowed are 2048"),
         ([row], [1] * 9, "released keys: 9 given, allowed are 8"),
         ([dataclasses.replace(row, k=6)], [], "k: 6 given, allowed are 5"),
-        ([dataclasses.replace(row, feed=(1000,))], [], "outside 0..999"),
+        ([dataclasses.replace(row, new_tokens=(1000,))], [], "outside 0..999"),
     ]
     with child(drafts, target.handle()):
         target.wait_open(20)
@@ -593,7 +593,7 @@ def test_a_scribbled_order_never_harms_the_draft(places: list[tuple[int, bytes]]
     with contextlib.suppress(DraftDown):
         order = draft.wait(0)
     if order is not None:
-        assert all(row.k <= 5 and all(0 <= token < 1000 for token in row.feed) for row in order.rows)
+        assert all(row.k <= 5 and all(0 <= token < 1000 for token in row.new_tokens) for row in order.rows)
         for options in [row.options for row in order.rows if row.options is not None]:
             # Whatever it says now, shaping by it is harmless.
             rules = Rules(dataclasses.replace(options, grammar=None))
@@ -633,6 +633,6 @@ def test_options_that_are_none_end_the_draft(target: TargetEnd, blob: bytes) -> 
 
 
 def test_the_spec_says_how_large_the_payload_is() -> None:
-    spec = BufferSpec(max_rows=64, max_k=5, max_feed=512, max_released=64, draft_vocab=49152)
+    spec = BufferSpec(max_rows=64, max_k=5, max_request_tokens=512, max_released=64, draft_vocab=49152)
     assert spec.payload_bytes == 64 * 5 * 49152 * 4
     assert spec.vocab == 49152

@@ -65,12 +65,14 @@ def make_drafter(method: str, block_size: int = 4, sharpness: float = 1.5) -> Dr
         draft = ToyModel(
             vocab_size=VOCAB, columns=5, num_blocks=256, block_size=block_size, seed=3, sharpness=sharpness
         )
-        return toy_drafter(draft, num_blocks=256, vocab=torch.tensor([6, 1, 4, 0, 2]), max_feed=99, spelling=SPELLING)
+        return toy_drafter(
+            draft, num_blocks=256, vocab=torch.tensor([6, 1, 4, 0, 2]), max_request_tokens=99, spelling=SPELLING
+        )
     num_blocks = 12 if method == "draft_model_small_pool" else 256
     draft = ToyModel(
         vocab_size=VOCAB, num_blocks=num_blocks, block_size=block_size, seed=3, blend=0.3, sharpness=sharpness
     )
-    drafter: Drafter = toy_drafter(draft, num_blocks=num_blocks, max_feed=120, spelling=SPELLING)
+    drafter: Drafter = toy_drafter(draft, num_blocks=num_blocks, max_request_tokens=120, spelling=SPELLING)
     return ForcedDrafter(drafter) if method == "draft_model_small_pool" else drafter
 
 
