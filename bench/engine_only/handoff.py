@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from engine.draft.messages import DraftRequestRow, DraftResponseRow
 from engine.draft_buffer.layout import BufferSpec
-from engine.draft_buffer.target_end import BufferHandle, create_draft_buffer, open_draft_buffer
+from engine.draft_buffer.target_endpoint import BufferHandle, create_draft_buffer, open_draft_buffer
 from engine.errors import EngineUnavailable
 from engine.sampling.row_sampling import RowSampling
 

@@ -66,7 +66,7 @@ class Contender:
 
 def peers(options: argparse.Namespace) -> int:
     """Measure and report; exit status 1 if any request failed."""
-    signal.signal(signal.SIGTERM, _end)  # so that a server under test is stopped, too
+    signal.signal(signal.SIGTERM, _endpoint)  # so that a server under test is stopped, too
     if options.quick:
         options.rounds, options.per_stream = 2, 1
     everybody = contenders(options)
@@ -92,7 +92,7 @@ def peers(options: argparse.Namespace) -> int:
     return 1 if any(row.num_errors for row in rows) else 0
 
 
-def _end(number: int, frame: FrameType | None) -> None:
+def _endpoint(number: int, frame: FrameType | None) -> None:
     del number, frame
     raise SystemExit(1)
 

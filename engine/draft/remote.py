@@ -70,7 +70,7 @@ class RemoteDrafter:
         self._max_options = max_options
         self._deadline_s = deadline_s
         self._on_down = on_down
-        self._end: DraftLink | None = None
+        self._endpoint: DraftLink | None = None
         self._sent: dict[int, int] = {}  # request key -> committed tokens the draft knows
         self._refused: set[int] = set()  # requests the draft had no memory for, until something is freed
         self._unsupported: set[int] = set()  # requests whose options the draft cannot honour
@@ -82,7 +82,7 @@ class RemoteDrafter:
     @property
     def is_up(self) -> bool:
         """Whether there is a draft to ask."""
-        return self._end is not None
+        return self._endpoint is not None
 
     def set_vocab(self, vocab: torch.Tensor | None) -> None:
         """Target ids of the draft's columns, [draft_vocab] int64, or None when they are the same. Before `attach`."""
@@ -91,14 +91,14 @@ class RemoteDrafter:
     def attach(self, end: DraftLink) -> None:
         """Draft through this end from the next step on. Call in the loop's thread."""
         self.detach()
-        self._end = end
+        self._endpoint = end
         self._log = FeatureLog(end.features) if end.features is not None else None
 
     def detach(self) -> None:
         """Stop drafting and close the end. Call in the loop's thread."""
-        if self._end is not None:
-            self._end.close()
-        self._end = self._log = None
+        if self._endpoint is not None:
+            self._endpoint.close()
+        self._endpoint = self._log = None
         self._sent.clear()
         self._refused.clear()
         self._unsupported.clear()
@@ -125,7 +125,7 @@ class RemoteDrafter:
         asked = self._asked(batch.spans)
         if not asked:
             return Draft(tuple(rows))
-        if self._end is None:
+        if self._endpoint is None:
             for index in asked:
                 rows[index] = DraftRow(reason="draft_down")
             return Draft(tuple(rows))
@@ -139,7 +139,7 @@ class RemoteDrafter:
         orders = self._orders([batch.spans[index] for index in asked])
         released = self._released[: self._max_released]
         try:
-            answer = self._end.ask(orders, released, deadline_s=self._deadline_s)
+            answer = self._endpoint.ask(orders, released, deadline_s=self._deadline_s)
         except DraftDown as error:
             self.detach()
             self._on_down(str(error))
@@ -148,7 +148,7 @@ class RemoteDrafter:
             return Draft(tuple(rows))
         del self._released[: len(released)]
         num_caught_up = sum(len(order.new_tokens) for order in orders)
-        probs = self._end.probs
+        probs = self._endpoint.probs
         for place, (index, order, answered) in enumerate(zip(asked, orders, answer.rows, strict=True)):
             row = self._row(batch.spans[index], order, answered, probs[place])
             if batch.spans[index].k > 0:

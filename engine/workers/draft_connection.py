@@ -14,7 +14,7 @@ import torch
 from engine.draft.messages import DraftInfo, DraftRequestRow, DraftResponse
 from engine.draft.remote import DraftLink, RemoteDrafter
 from engine.draft_buffer.layout import BufferSpec
-from engine.draft_buffer.target_end import BufferHandle, TargetEnd, create_draft_buffer
+from engine.draft_buffer.target_endpoint import BufferHandle, TargetEndpoint, create_draft_buffer
 from engine.errors import ConfigError, DraftDown, EngineError
 from engine.ipc.wire import DraftStatus
 
@@ -51,14 +51,14 @@ class FeatureShape:
 class _SameEverywhere:
     """A draft that is asked before there is any request: whatever it is fed, it reads the buffer's first features."""
 
-    def __init__(self, end: TargetEnd) -> None:
-        self._end = end
+    def __init__(self, end: TargetEndpoint) -> None:
+        self._endpoint = end
         self.probs = end.probs
         self.features = end.features
 
     def ask(self, rows: Sequence[DraftRequestRow], released: Sequence[int] = (), *, deadline_s: float) -> DraftResponse:
         sent = [replace(row, feature_rows=(0,) * len(row.new_tokens)) for row in rows]
-        return self._end.ask(sent, released, deadline_s=deadline_s)
+        return self._endpoint.ask(sent, released, deadline_s=deadline_s)
 
     def close(self) -> None:
         """The end belongs to the dock."""
@@ -100,7 +100,7 @@ class DraftConnection:
         self._node_id = node_id
         self._in_loop = in_loop
         self._report = report
-        self._end: TargetEnd | None = None
+        self._endpoint: TargetEndpoint | None = None
 
     def open(self, info: DraftInfo, epoch: int) -> BufferHandle:
         """Make the buffer for a new draft. The draft before it must be dead already.
@@ -115,9 +115,9 @@ class DraftConnection:
             )
         vocab = torch.tensor(info.vocab, device=self._device) if info.vocab is not None else None
         self._drafter.set_vocab(vocab)
-        if self._end is not None:
-            self._end = self._end.renew(epoch=epoch)
-            return self._end.handle()
+        if self._endpoint is not None:
+            self._endpoint = self._endpoint.renew(epoch=epoch)
+            return self._endpoint.handle()
         spec = BufferSpec(
             max_rows=self._max_rows,
             max_k=self._max_k,
@@ -129,8 +129,8 @@ class DraftConnection:
             feature_width=self._features.width,
             feature_itemsize=self._features.itemsize,
         )
-        self._end = create_draft_buffer(spec, device=self._device, node_id=self._node_id, epoch=epoch)
-        return self._end.handle()
+        self._endpoint = create_draft_buffer(spec, device=self._device, node_id=self._node_id, epoch=epoch)
+        return self._endpoint.handle()
 
     def attach(self, timeout_s: float, first: Callable[[DraftLink], None] | None) -> None:
         """Draft through the buffer made last, from the next step on.
@@ -142,19 +142,19 @@ class DraftConnection:
         Raises:
             DraftDown: the draft has not opened it in time.
         """
-        if self._end is None:
+        if self._endpoint is None:
             raise EngineError("attach before open")
-        end = self._end
+        end = self._endpoint
         end.wait_open(timeout_s)
         self._in_loop(lambda: self._attach(end, first))
 
     def close(self) -> None:
         """Stop drafting and close the buffer. Idempotent."""
         self._drafter.detach()
-        if self._end is not None:
-            self._end.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
 
-    def _attach(self, end: TargetEnd, first: Callable[[DraftLink], None] | None) -> None:
+    def _attach(self, end: TargetEndpoint, first: Callable[[DraftLink], None] | None) -> None:
         try:
             if first is not None:
                 first(end if end.features is None else _SameEverywhere(end))

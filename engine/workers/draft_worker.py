@@ -22,7 +22,7 @@ from engine.core.step import ForwardInput
 from engine.draft.architectures import Architecture, EagleArchitecture, PlainArchitecture
 from engine.draft.messages import DraftInfo
 from engine.draft.proposer import DraftModel
-from engine.draft_buffer.target_end import BufferHandle, DraftEnd, gpu_uuid, open_draft_buffer
+from engine.draft_buffer.target_endpoint import BufferHandle, DraftEndpoint, gpu_uuid, open_draft_buffer
 from engine.errors import ConfigError, EngineError, EngineUnavailable
 from engine.metrics.counters import Ledger, Readings
 from engine.model.device import pick_device, pick_dtype, set_threads
@@ -53,7 +53,7 @@ class DraftWorker:
         self._stop = threading.Event()
         self._model: DraftModel | None = None
         self._own_threads = False
-        self._end: DraftEnd | None = None
+        self._endpoint: DraftEndpoint | None = None
         self._pool: BlockPool | None = None
         self._memory_bytes = self._cap_bytes = 0
 
@@ -100,24 +100,24 @@ class DraftWorker:
         Raises:
             ConfigError: it is on another node or GPU, or of another layout.
         """
-        self._end = open_draft_buffer(handle, node_id=self._node_id, gpu_uuid=gpu_uuid(self._device))
+        self._endpoint = open_draft_buffer(handle, node_id=self._node_id, gpu_uuid=gpu_uuid(self._device))
 
     def run(self) -> None:
         """Answer orders until `stop`, or until the target is gone."""
-        if self._model is None or self._end is None:
+        if self._model is None or self._endpoint is None:
             raise EngineError("run before load and connect")
         set_threads(self._config, own_threads=self._own_threads)
         try:
             while not self._stop.is_set():
-                order = self._end.wait(0.5)
+                order = self._endpoint.wait(0.5)
                 if order is not None:
                     begin = time.perf_counter()
-                    rows = self._model.answer(order.rows, order.released, self._end.probs, self._end.features)
-                    self._end.answer(rows, draft_s=time.perf_counter() - begin)
+                    rows = self._model.answer(order.rows, order.released, self._endpoint.probs, self._endpoint.features)
+                    self._endpoint.answer(rows, draft_s=time.perf_counter() - begin)
         except EngineUnavailable as error:
             _log.info("the draft ends: %s", error)
         finally:
-            self._end.close()
+            self._endpoint.close()
 
     def stop(self) -> None:
         """Make `run` return. Idempotent, any thread."""

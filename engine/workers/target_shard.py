@@ -35,7 +35,7 @@ from engine.core.verifier import Verifier
 from engine.draft.messages import DraftInfo
 from engine.draft.methods import make_drafter
 from engine.draft.remote import DraftLink, RemoteDrafter
-from engine.draft_buffer.target_end import BufferHandle
+from engine.draft_buffer.target_endpoint import BufferHandle
 from engine.errors import EngineError, ShardDown
 from engine.ipc.forward_broadcast import ForwardHandle, ForwardReceiver, ForwardRingSpec, ForwardSender
 from engine.ipc.replica_socket import ShardSocket

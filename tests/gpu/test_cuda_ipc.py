@@ -13,7 +13,13 @@ import torch
 
 from engine.draft.messages import DraftRequestRow, DraftResponseRow
 from engine.draft_buffer.layout import BufferSpec
-from engine.draft_buffer.target_end import BufferHandle, TargetEnd, create_draft_buffer, gpu_uuid, open_draft_buffer
+from engine.draft_buffer.target_endpoint import (
+    BufferHandle,
+    TargetEndpoint,
+    create_draft_buffer,
+    gpu_uuid,
+    open_draft_buffer,
+)
 from engine.errors import ConfigError, DraftDown, EngineUnavailable
 from engine.sampling.row_sampling import RowSampling
 
@@ -54,20 +60,20 @@ def drafts(handle: BufferHandle) -> None:
 
 
 @pytest.fixture
-def target() -> Iterator[TargetEnd]:
+def target() -> Iterator[TargetEndpoint]:
     end = create_draft_buffer(SPEC, device="cuda", node_id=NODE, epoch=1)
     yield end
     end.close()
 
 
-def start(target: TargetEnd) -> Any:
+def start(target: TargetEndpoint) -> Any:
     process = CHILDREN.Process(target=drafts, args=(target.handle(),), daemon=True)
     process.start()
     target.wait_open(60)
     return process
 
 
-def test_probabilities_of_each_step_are_read_without_a_copy_and_in_order(target: TargetEnd) -> None:
+def test_probabilities_of_each_step_are_read_without_a_copy_and_in_order(target: TargetEndpoint) -> None:
     process = start(target)
     address = target.probs.data_ptr()
     wrong = torch.zeros((), device="cuda", dtype=torch.int64)
@@ -82,7 +88,7 @@ def test_probabilities_of_each_step_are_read_without_a_copy_and_in_order(target:
     assert process.exitcode == 0
 
 
-def test_ten_thousand_steps_hold_no_more_memory(target: TargetEnd) -> None:
+def test_ten_thousand_steps_hold_no_more_memory(target: TargetEndpoint) -> None:
     process = start(target)
     for _ in range(500):
         target.ask(ROWS[:1], deadline_s=30)
@@ -128,6 +134,6 @@ def test_expandable_segments_are_refused_at_start(monkeypatch: pytest.MonkeyPatc
         create_draft_buffer(SPEC, device="cuda", node_id=NODE, epoch=1)
 
 
-def test_another_gpu_is_refused(target: TargetEnd) -> None:
+def test_another_gpu_is_refused(target: TargetEndpoint) -> None:
     with pytest.raises(ConfigError, match="place the draft on the GPU of target shard 0"):
         open_draft_buffer(target.handle(), node_id=NODE, gpu_uuid="GPU-of-another-machine")

@@ -21,7 +21,7 @@ import torch
 from engine.core.step import ForwardInput
 from engine.draft.messages import DraftRequest, DraftResponseRow
 from engine.draft_buffer.layout import BufferSpec
-from engine.draft_buffer.target_end import BufferHandle, DraftEnd, create_draft_buffer, open_draft_buffer
+from engine.draft_buffer.target_endpoint import BufferHandle, DraftEndpoint, create_draft_buffer, open_draft_buffer
 from engine.errors import EngineUnavailable
 from engine.ipc.forward_broadcast import ForwardHandle, ForwardReceiver, ForwardRingSpec, ForwardSender
 
@@ -30,7 +30,7 @@ SPEC = BufferSpec(
     max_rows=4, max_k=5, max_request_tokens=64, max_released=8, draft_vocab=300, target_vocab=1000, max_options=2048
 )
 CHILDREN = multiprocessing.get_context("forkserver")
-CHILDREN.set_forkserver_preload(["torch", "engine.draft_buffer.target_end", "engine.ipc.forward_broadcast"])
+CHILDREN.set_forkserver_preload(["torch", "engine.draft_buffer.target_endpoint", "engine.ipc.forward_broadcast"])
 
 
 @contextlib.contextmanager
@@ -54,7 +54,7 @@ def echo(order: DraftRequest) -> list[DraftResponseRow]:
     ]
 
 
-def drafts(handle: BufferHandle, compute: Callable[[DraftEnd, DraftRequest], None] | None = None) -> None:
+def drafts(handle: BufferHandle, compute: Callable[[DraftEndpoint, DraftRequest], None] | None = None) -> None:
     """A healthy draft: answers until its target is gone, each time after `compute`."""
     end = open_draft_buffer(handle, node_id=NODE, gpu_uuid=None)
     with contextlib.suppress(EngineUnavailable):

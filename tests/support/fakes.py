@@ -1,8 +1,8 @@
 """Small real objects with a known law, shared by the tests.
 
 `ToyModel` is a model of a few tokens whose logits depend on the last tokens of the context, which it reads back from a
-paged cache through the plan's block tables: wrong blocks, slots or rollbacks give wrong logits. `LoopbackEnd` answers
-draft orders in this process.
+paged cache through the plan's block tables: wrong blocks, slots or rollbacks give wrong logits. `LoopbackEndpoint`
+answers draft orders in this process.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class ToyModel:
         return torch.from_numpy(np.stack(out)) if out else torch.zeros(0, self.columns)
 
 
-class LoopbackEnd:
+class LoopbackEndpoint:
     """The target's end of a draft buffer whose draft answers in this process."""
 
     def __init__(
@@ -160,7 +160,7 @@ def toy_drafter(
     model = DraftModel(PlainArchitecture(draft.forward), pool, vocab=vocab, max_model_len=10_000, grammars=grammars)
     drafter = RemoteDrafter(max_request_tokens=max_request_tokens, max_released=64, deadline_s=1.0, on_down=print)
     drafter.set_vocab(vocab)
-    drafter.attach(LoopbackEnd(model, max_rows=64, max_k=16, draft_vocab=draft.columns))
+    drafter.attach(LoopbackEndpoint(model, max_rows=64, max_k=16, draft_vocab=draft.columns))
     return drafter
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fakes import LoopbackEnd, ToyModel
+from fakes import LoopbackEndpoint, ToyModel
 
 from engine.core.block_pool import BlockPool
 from engine.core.step import ForwardInput
@@ -116,7 +116,7 @@ def toy_eagle(
     vocab: torch.Tensor | None = None,
     max_request_tokens: int = 64,
     ring: int = 256,
-) -> tuple[RemoteDrafter, LoopbackEnd]:
+) -> tuple[RemoteDrafter, LoopbackEndpoint]:
     """A drafter that reads the target's features, and the end it is attached to."""
     architecture = ToyEagle(distribution, num_blocks=num_blocks, block_size=target.block_size)
     pool = BlockPool(num_blocks, target.block_size, prefix_cache=True, ahead=1)
@@ -125,7 +125,7 @@ def toy_eagle(
     drafter.set_vocab(vocab)
     width = len(target.features_after([]))
     features = torch.full((ring, width), float("nan"))
-    end = LoopbackEnd(model, max_rows=64, max_k=16, draft_vocab=distribution.columns, features=features)
+    end = LoopbackEndpoint(model, max_rows=64, max_k=16, draft_vocab=distribution.columns, features=features)
     drafter.attach(end)
     target.drafter = drafter
     return drafter, end

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from fakes import FixedPacer, LoopbackEnd, RandomPacer, ToyEngine, ToyModel
+from fakes import FixedPacer, LoopbackEndpoint, RandomPacer, ToyEngine, ToyModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import generate
@@ -114,7 +114,7 @@ class Scripted(FixedPacer):
         return super().choose(plan, decodes, num_prefill_rows)
 
 
-def run_perfect(pacer: FixedPacer, *, ring: int = 512, **settings: int | bool) -> tuple[FixedPacer, LoopbackEnd]:
+def run_perfect(pacer: FixedPacer, *, ring: int = 512, **settings: int | bool) -> tuple[FixedPacer, LoopbackEndpoint]:
     """Four requests over two rounds with a head that has the target's own law."""
     num_blocks = int(settings.get("num_blocks", 400))
     target = FeaturedToy(vocab_size=VOCAB, num_blocks=num_blocks, order=ORDER)
@@ -177,8 +177,8 @@ def test_while_drafting_is_off_the_draft_is_not_asked() -> None:
 class Mortal:
     """An end that dies at some order."""
 
-    def __init__(self, end: LoopbackEnd, lives: int) -> None:
-        self._end = end
+    def __init__(self, end: LoopbackEndpoint, lives: int) -> None:
+        self._endpoint = end
         self._lives = lives
         self.probs = end.probs
         self.features = end.features
@@ -187,7 +187,7 @@ class Mortal:
         self._lives -= 1
         if self._lives < 0:
             raise DraftDown("it died")
-        return self._end.ask(rows, released, deadline_s=deadline_s)
+        return self._endpoint.ask(rows, released, deadline_s=deadline_s)
 
     def close(self) -> None:
         return None

@@ -49,7 +49,13 @@ from engine.draft.messages import REASONS, DraftRequest, DraftRequestRow, DraftR
 from engine.draft_buffer.control_block import DraftBlock
 from engine.draft_buffer.cuda_ipc import refuse_expandable_segments
 from engine.draft_buffer.layout import PROTOCOL_VERSION, BufferSpec, Word, block_bytes
-from engine.draft_buffer.target_end import BufferHandle, DraftEnd, TargetEnd, create_draft_buffer, open_draft_buffer
+from engine.draft_buffer.target_endpoint import (
+    BufferHandle,
+    DraftEndpoint,
+    TargetEndpoint,
+    create_draft_buffer,
+    open_draft_buffer,
+)
 from engine.errors import ConfigError, DraftDown, EngineUnavailable
 from engine.ipc.doorbell import Doorbell
 from engine.ipc.shared_memory import join
@@ -72,7 +78,7 @@ ROWS_WITH_OPTIONS = [
 
 
 @pytest.fixture
-def target() -> Iterator[TargetEnd]:
+def target() -> Iterator[TargetEndpoint]:
     end = create_draft_buffer(SPEC, device="cpu", node_id=NODE, epoch=3)
     yield end
     end.close()
@@ -83,14 +89,14 @@ def kill(pid: int, when: list[float]) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def open_here(end: TargetEnd) -> DraftEnd:
+def open_here(end: TargetEndpoint) -> DraftEndpoint:
     return open_draft_buffer(end.handle(), node_id=NODE, gpu_uuid=None)
 
 
 # What it carries.
 
 
-def test_ten_thousand_steps_leave_both_sides_as_they_were(target: TargetEnd) -> None:
+def test_ten_thousand_steps_leave_both_sides_as_they_were(target: TargetEndpoint) -> None:
     before = traces_left()
     with child(drafts, target.handle()) as draft:
         target.wait_open(20)
@@ -161,7 +167,7 @@ def test_a_shape_of_features_that_cannot_be_is_refused(change: dict[str, int]) -
         dataclasses.replace(SPEC, **change)
 
 
-def test_probabilities_arrive_bit_for_bit(target: TargetEnd) -> None:
+def test_probabilities_arrive_bit_for_bit(target: TargetEndpoint) -> None:
     with child(writes_random_probs, target.handle()):
         target.wait_open(20)
         for seq in range(1, 6):
@@ -241,7 +247,7 @@ def test_every_value_survives_the_block(
     assert (answer.epoch, answer.seq, list(answer.rows), answer.draft_s) == (9, seq, rows_out, draft_s)
 
 
-def test_an_order_above_the_capacity_is_the_callers_error_and_costs_nothing(target: TargetEnd) -> None:
+def test_an_order_above_the_capacity_is_the_callers_error_and_costs_nothing(target: TargetEndpoint) -> None:
     row = ROWS[0]
     large = TokenOptions(num_prompt=1, grammar=GrammarSpec(kind="regex", text="a" * 2048))
     too_much: list[tuple[list[DraftRequestRow], list[int], str]] = [
@@ -260,7 +266,7 @@ def test_an_order_above_the_capacity_is_the_callers_error_and_costs_nothing(targ
         assert target.ask(ROWS, deadline_s=5).seq == 1
 
 
-def test_an_answer_must_fit_its_order(target: TargetEnd) -> None:
+def test_an_answer_must_fit_its_order(target: TargetEndpoint) -> None:
     draft = open_here(target)
     asking = threading.Thread(target=lambda: target.ask(ROWS, deadline_s=5))
     asking.start()
@@ -277,7 +283,7 @@ def test_an_answer_must_fit_its_order(target: TargetEnd) -> None:
     draft.close()
 
 
-def test_handoff_is_the_round_trip_without_the_drafts_own_time(target: TargetEnd) -> None:
+def test_handoff_is_the_round_trip_without_the_drafts_own_time(target: TargetEndpoint) -> None:
     draft = open_here(target)
 
     def compute() -> None:
@@ -299,7 +305,7 @@ def test_handoff_is_the_round_trip_without_the_drafts_own_time(target: TargetEnd
 # What happens to the sides.
 
 
-def test_a_killed_draft_is_noticed_within_100_ms(target: TargetEnd) -> None:
+def test_a_killed_draft_is_noticed_within_100_ms(target: TargetEndpoint) -> None:
     late = []
     for epoch in (4, 5, 6):
         end = target.renew(epoch=epoch)
@@ -320,7 +326,7 @@ def test_a_killed_draft_is_noticed_within_100_ms(target: TargetEnd) -> None:
     assert min(late) < 0.1, late
 
 
-def test_a_draft_killed_between_steps_is_known_without_asking(target: TargetEnd) -> None:
+def test_a_draft_killed_between_steps_is_known_without_asking(target: TargetEndpoint) -> None:
     with child(drafts, target.handle()) as draft:
         assert not target.alive
         target.wait_open(20)
@@ -329,7 +335,7 @@ def test_a_draft_killed_between_steps_is_known_without_asking(target: TargetEnd)
         assert eventually(lambda: not target.alive, 5)
 
 
-def test_a_stopped_draft_is_given_up_at_the_deadline(target: TargetEnd) -> None:
+def test_a_stopped_draft_is_given_up_at_the_deadline(target: TargetEndpoint) -> None:
     late = []
     for epoch in (4, 5, 6):
         end = target.renew(epoch=epoch)
@@ -346,7 +352,7 @@ def test_a_stopped_draft_is_given_up_at_the_deadline(target: TargetEnd) -> None:
     assert min(late) < 0.05, late
 
 
-def test_a_new_epoch_works_after_a_death(target: TargetEnd) -> None:
+def test_a_new_epoch_works_after_a_death(target: TargetEndpoint) -> None:
     end = target.renew(epoch=10)
     fds = []
     for epoch in range(11, 17):
@@ -363,14 +369,14 @@ def test_a_new_epoch_works_after_a_death(target: TargetEnd) -> None:
     end.close()
 
 
-def test_an_answer_of_another_epoch_is_not_taken(target: TargetEnd) -> None:
+def test_an_answer_of_another_epoch_is_not_taken(target: TargetEndpoint) -> None:
     with child(answers_for_another_epoch, target.handle()):
         target.wait_open(20)
         with pytest.raises(DraftDown, match="answer epoch is 2, expected 3"):
             target.ask(ROWS, deadline_s=5)
 
 
-def test_a_handle_of_an_old_epoch_opens_nothing(target: TargetEnd) -> None:
+def test_a_handle_of_an_old_epoch_opens_nothing(target: TargetEndpoint) -> None:
     old = target.handle()
     new = target.renew(epoch=4)
     with pytest.raises(EngineUnavailable, match="epoch 3"):
@@ -378,7 +384,7 @@ def test_a_handle_of_an_old_epoch_opens_nothing(target: TargetEnd) -> None:
     new.close()
 
 
-def test_a_draft_that_never_opens_is_an_error_with_a_deadline(target: TargetEnd) -> None:
+def test_a_draft_that_never_opens_is_an_error_with_a_deadline(target: TargetEndpoint) -> None:
     start = time.monotonic()
     with pytest.raises(DraftDown, match=r"has not connected within 0\.05 s"):
         target.wait_open(0.05)
@@ -386,7 +392,7 @@ def test_a_draft_that_never_opens_is_an_error_with_a_deadline(target: TargetEnd)
     assert not target.is_open
 
 
-def test_asking_before_the_draft_has_opened_is_an_error(target: TargetEnd) -> None:
+def test_asking_before_the_draft_has_opened_is_an_error(target: TargetEndpoint) -> None:
     with pytest.raises(DraftDown, match="has not opened"):
         target.ask(ROWS, deadline_s=1)
 
@@ -398,10 +404,10 @@ class MuteDoorbell(Doorbell):
         pass
 
 
-def test_a_lost_ring_loses_no_step(target: TargetEnd) -> None:
+def test_a_lost_ring_loses_no_step(target: TargetEndpoint) -> None:
     handle = target.handle()
     memory, connection = join(handle.rendezvous, version=PROTOCOL_VERSION, timeout_s=5)
-    draft = DraftEnd(handle, memory, MuteDoorbell(connection))
+    draft = DraftEndpoint(handle, memory, MuteDoorbell(connection))
 
     def serve() -> None:
         for _ in range(5):
@@ -421,7 +427,7 @@ def test_a_lost_ring_loses_no_step(target: TargetEnd) -> None:
     draft.close()
 
 
-def test_a_draft_waits_without_orders_and_then_learns_that_its_target_is_gone(target: TargetEnd) -> None:
+def test_a_draft_waits_without_orders_and_then_learns_that_its_target_is_gone(target: TargetEndpoint) -> None:
     draft = open_here(target)
     target.wait_open(5)
     assert draft.wait(0.01) is None
@@ -475,7 +481,7 @@ def test_nothing_is_left_when_both_are_killed() -> None:
     ],
 )
 def test_a_draft_in_the_wrong_place_is_refused(
-    target: TargetEnd, change: dict[str, Any], node_id: str, gpu_uuid: str | None, message: str
+    target: TargetEndpoint, change: dict[str, Any], node_id: str, gpu_uuid: str | None, message: str
 ) -> None:
     handle: BufferHandle = dataclasses.replace(pickle.loads(pickle.dumps(target.handle())), **change)
     with pytest.raises(ConfigError, match=message):
@@ -483,7 +489,7 @@ def test_a_draft_in_the_wrong_place_is_refused(
     assert not target.is_open
 
 
-def test_another_version_is_refused(target: TargetEnd) -> None:
+def test_another_version_is_refused(target: TargetEndpoint) -> None:
     handle = target.handle()
     newer = dataclasses.replace(handle.rendezvous, version=PROTOCOL_VERSION + 1)
     with pytest.raises(ConfigError, match="version"):
@@ -620,7 +626,7 @@ def test_a_scribbled_order_never_harms_the_draft(places: list[tuple[int, bytes]]
         msgspec.msgpack.encode({"num_prompt": 1, "grammar": {"kind": "prose", "text": ""}}),
     ],
 )
-def test_options_that_are_none_end_the_draft(target: TargetEnd, blob: bytes) -> None:
+def test_options_that_are_none_end_the_draft(target: TargetEndpoint, blob: bytes) -> None:
     draft = open_here(target)
     target.wait_open(5)
     target._block.write_order(1, ROWS_WITH_OPTIONS[:1], ())

@@ -1,7 +1,7 @@
 """The draft's end of the draft buffer: open it once, then wait for orders and answer them.
 
 Owns the checks at opening (node, GPU, version, shape) and the answering half of the protocol; the asking half, and a
-picture of both, is in `engine.draft_buffer.target_end`. Knows nothing of the model that computes the answer.
+picture of both, is in `engine.draft_buffer.target_endpoint`. Knows nothing of the model that computes the answer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def open_draft_buffer(
     gpu_uuid: str | None,
     timeout_s: float = 30.0,
     spin_s: float = DEFAULT_SPIN_S,
-) -> DraftEnd:
+) -> DraftEndpoint:
     """The draft's end.
 
     Args:
@@ -53,10 +53,10 @@ def open_draft_buffer(
         memory, connection = join(handle.rendezvous, version=PROTOCOL_VERSION, timeout_s=timeout_s)
     except PeerGone as error:
         raise EngineUnavailable(f"target of draft buffer: {error}") from None
-    return DraftEnd(handle, memory, Doorbell(connection, spin_s=spin_s))
+    return DraftEndpoint(handle, memory, Doorbell(connection, spin_s=spin_s))
 
 
-class DraftEnd:
+class DraftEndpoint:
     """The answering side, made by `open_draft_buffer`. One thread uses it."""
 
     def __init__(self, handle: BufferHandle, memory: SharedMemory, doorbell: Doorbell) -> None:

@@ -21,7 +21,7 @@ import torch
 from engine.draft.messages import DraftRequestRow, DraftResponse
 from engine.draft_buffer.control_block import DraftBlock
 from engine.draft_buffer.cuda_ipc import CudaBlock, CudaTargetPayload, gpu_uuid
-from engine.draft_buffer.draft_end import DraftEnd, open_draft_buffer
+from engine.draft_buffer.draft_endpoint import open_draft_buffer
 from engine.draft_buffer.handle import BufferHandle, HostPayload, Payload, as_features, as_probs, host_bytes
 from engine.draft_buffer.layout import PROTOCOL_VERSION, BufferSpec, CorruptBlock
 from engine.errors import ConfigError, DraftDown
@@ -33,7 +33,7 @@ __all__ = ["BufferHandle", "DraftEnd", "TargetEnd", "create_draft_buffer", "gpu_
 
 def create_draft_buffer(
     spec: BufferSpec, *, device: torch.device | str, node_id: str, epoch: int, spin_s: float = DEFAULT_SPIN_S
-) -> TargetEnd:
+) -> TargetEndpoint:
     """The target's end of a new buffer.
 
     Args:
@@ -50,10 +50,10 @@ def create_draft_buffer(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     block = CudaBlock(spec.payload_bytes, device) if device.type == "cuda" else None
-    return TargetEnd(spec, block=block, node_id=node_id, epoch=epoch, spin_s=spin_s)
+    return TargetEndpoint(spec, block=block, node_id=node_id, epoch=epoch, spin_s=spin_s)
 
 
-class TargetEnd:
+class TargetEndpoint:
     """The asking side. One thread uses it. After `DraftDown` it is of no use: `renew` or `close` it."""
 
     def __init__(self, spec: BufferSpec, *, block: CudaBlock | None, node_id: str, epoch: int, spin_s: float) -> None:
@@ -152,10 +152,12 @@ class TargetEnd:
         self._payload.acquire()
         return replace(answer, handoff_s=max(time.monotonic() - start - answer.draft_s, 0.0))
 
-    def renew(self, *, epoch: int) -> TargetEnd:
+    def renew(self, *, epoch: int) -> TargetEndpoint:
         """Close this end and make the next one, on the same device memory. The old draft process must be dead."""
         self._close_host_side()
-        return TargetEnd(self.spec, block=self._cuda_block, node_id=self._node_id, epoch=epoch, spin_s=self._spin_s)
+        return TargetEndpoint(
+            self.spec, block=self._cuda_block, node_id=self._node_id, epoch=epoch, spin_s=self._spin_s
+        )
 
     def close(self) -> None:
         """Idempotent. The draft notices at once. Views of `probs` stay valid on the CPU, not on a GPU."""
