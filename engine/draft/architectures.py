@@ -34,14 +34,14 @@ class Outputs:
 
     logits: torch.Tensor
     """[R, draft_vocab] float32."""
-    carried: torch.Tensor | None = None
+    previous_hidden: torch.Tensor | None = None
     """[R, hidden_size] what the next drafted row of each takes along, where the architecture has that."""
 
     def of(self, rows: list[int]) -> Outputs:
         """Those of some rows."""
         if len(rows) == len(self.logits):
             return self
-        return Outputs(self.logits[rows], None if self.carried is None else self.carried[rows])
+        return Outputs(self.logits[rows], None if self.previous_hidden is None else self.previous_hidden[rows])
 
 
 class Architecture(Protocol):
@@ -58,7 +58,7 @@ class Architecture(Protocol):
         """
         ...
 
-    def go_on(self, forward_input: ForwardInput, carried: torch.Tensor | None) -> Outputs:
+    def extend(self, forward_input: ForwardInput, previous_hidden: torch.Tensor | None) -> Outputs:
         """Compute one cell per span, of the token drafted last, with what its last row carried."""
         ...
 
@@ -79,8 +79,8 @@ class PlainArchitecture:
         del features
         return Outputs(self._forward(forward_input))
 
-    def go_on(self, forward_input: ForwardInput, carried: torch.Tensor | None) -> Outputs:
-        del carried
+    def extend(self, forward_input: ForwardInput, previous_hidden: torch.Tensor | None) -> Outputs:
+        del previous_hidden
         return Outputs(self._forward(forward_input))
 
 
@@ -106,10 +106,10 @@ class EagleArchitecture:
             raise EngineError("an eagle draft reads committed tokens with features only")
         return self._forward(forward_input, self._head.committed(self._tokens(forward_input), features))
 
-    def go_on(self, forward_input: ForwardInput, carried: torch.Tensor | None) -> Outputs:
-        if carried is None:
+    def extend(self, forward_input: ForwardInput, previous_hidden: torch.Tensor | None) -> Outputs:
+        if previous_hidden is None:
             raise EngineError("an eagle draft goes on from its own output only")
-        return self._forward(forward_input, self._head.drafted(self._tokens(forward_input), carried))
+        return self._forward(forward_input, self._head.drafted(self._tokens(forward_input), previous_hidden))
 
     def _tokens(self, forward_input: ForwardInput) -> torch.Tensor:
         ids = self._index(forward_input.token_ids)

@@ -210,15 +210,15 @@ class DraftModel:
                 self._choose(active, outputs.logits, probs)
             active, outputs = _kept(active, outputs, [row.goes_on for row in active])
             if active:
-                outputs = self._go_on(active, outputs.carried)
+                outputs = self._go_on(active, outputs.previous_hidden)
 
-    def _go_on(self, active: Sequence[Drafting], carried: torch.Tensor | None) -> Outputs:
+    def _go_on(self, active: Sequence[Drafting], previous_hidden: torch.Tensor | None) -> Outputs:
         """One forward over the token that each row drafted last."""
         spans = []
         for row in active:
             tokens = row.sequence.tokens
             spans.append(self._cells(row.sequence, tokens[-1:], (len(tokens) - 1,), num_logits=1))
-        return self._architecture.go_on(pack_spans(spans, self._pool.block_size), carried)
+        return self._architecture.extend(pack_spans(spans, self._pool.block_size), previous_hidden)
 
     def _choose(self, active: Sequence[Drafting], logits: torch.Tensor, probs: torch.Tensor) -> None:
         """Append one drafted token to each row.

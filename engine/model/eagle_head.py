@@ -2,7 +2,7 @@
 
 Owns the three projections and their norms, after EAGLE-3 (Li et al. 2025). A row of a committed token is made from its
 embedding and the target's hidden states at the position before; for a drafted token the head's own output at the
-position before, `carried`, stands in for those. Knows nothing of layers, caches or sequences.
+position before, `previous_hidden`, stands in for those. Knows nothing of layers, caches or sequences.
 
     committed   fuse(norm f[p-1]) + token(norm e(x[p]))   -> layers -> a[p]   -> head: law of x[p+1]
     drafted     carry(norm a[p-1]) + token(norm e(x[p]))  -> layers -> a[p]   -> head: law of x[p+1]
@@ -56,11 +56,11 @@ class EagleHead:
         normed = F.rms_norm(features.view(-1, count, hidden), (hidden,), eps=self.eps) * self.feature_norm
         return self.fuse.plus(normed.flatten(1), tokens)
 
-    def drafted(self, tokens: torch.Tensor, carried: torch.Tensor) -> torch.Tensor:
+    def drafted(self, tokens: torch.Tensor, previous_hidden: torch.Tensor) -> torch.Tensor:
         """Rows of drafted tokens.
 
         Args:
             tokens: [N, H] from `tokens`.
             carried: [N, H] output of the last layer at the position before each.
         """
-        return self.carry.plus(self.carry_norm(carried), tokens)
+        return self.carry.plus(self.carry_norm(previous_hidden), tokens)

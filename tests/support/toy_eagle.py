@@ -77,9 +77,9 @@ class ToyEagle:
         assert not features.isnan().any(), "features that nobody has written"
         return self._compute(forward_input, features)
 
-    def go_on(self, forward_input: ForwardInput, carried: torch.Tensor | None) -> Outputs:
-        assert carried is not None
-        return self._compute(forward_input, carried)
+    def extend(self, forward_input: ForwardInput, previous_hidden: torch.Tensor | None) -> Outputs:
+        assert previous_hidden is not None
+        return self._compute(forward_input, previous_hidden)
 
     def _compute(self, forward_input: ForwardInput, known: torch.Tensor) -> Outputs:
         self.num_forwards += 1
@@ -95,8 +95,8 @@ class ToyEagle:
             [self._distribution.logits_after([int(known[row][1]), *after[row][1:]]) for row in forward_input.logit_rows]
             or [np.zeros(self._distribution.columns, np.float32)]
         )[: len(forward_input.logit_rows)]
-        carried = torch.tensor([after[row] for row in forward_input.logit_rows], dtype=torch.float32)
-        return Outputs(torch.from_numpy(logits.astype(np.float32)), carried)
+        previous_hidden = torch.tensor([after[row] for row in forward_input.logit_rows], dtype=torch.float32)
+        return Outputs(torch.from_numpy(logits.astype(np.float32)), previous_hidden)
 
     def _check(self, table: np.ndarray[Any, Any], kv_len: int) -> None:
         where = np.arange(kv_len)
