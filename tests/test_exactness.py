@@ -198,7 +198,7 @@ class FloorPacer(RandomPacer):
 
     def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> list[Choice]:
         choices = super().choose(plan, decodes, num_prefill_rows)
-        return [replace(choice, floor=float(self._random.random())) for choice in choices]
+        return [replace(choice, exit_threshold=float(self._random.random())) for choice in choices]
 
     def observe(self, stats: StepStats) -> None:
         for outcome in stats.outcomes:

@@ -86,17 +86,17 @@ class Acceptance:
         rates: Floats = (weights * self._rates).sum(axis=0) / weights.sum(axis=0)
         return rates
 
-    def survival(self, keys: Sequence[int], workloads: Sequence[WorkloadClass] | None = None) -> Floats:
+    def cumulative_acceptance(self, keys: Sequence[int], workloads: Sequence[WorkloadClass] | None = None) -> Floats:
         """[len(keys), max_k] probability that a request's draft stands up to and including each position.
 
         Args:
             workloads: of each request; all greedy when left out.
         """
         kinds = np.array([_INDEX[workload] for workload in workloads or ["greedy"] * len(keys)])
-        return self.survival_of(keys, kinds, self._rates.shape[1])
+        return self.cumulative_acceptance_of(keys, kinds, self._rates.shape[1])
 
-    def survival_of(self, keys: Sequence[int], kinds: npt.NDArray[np.int64], width: int) -> Floats:
-        """[len(keys), width] as `survival`, for kinds that are looked up already (`kind_of`)."""
+    def cumulative_acceptance_of(self, keys: Sequence[int], kinds: npt.NDArray[np.int64], width: int) -> Floats:
+        """[len(keys), width] as `cumulative_acceptance`, for kinds that are looked up already (`kind_of`)."""
         records = self._records
         skills = [record.skill if (record := records.get(key)) is not None else 1.0 for key in keys]
         rates = self._rates[kinds, :width]
@@ -145,12 +145,12 @@ class Acceptance:
         for key in keys:
             self._records.pop(key, None)
 
-    def confidence_of(self, survival: float, kind: int) -> float:
+    def confidence_of(self, cumulative_acceptance: float, kind: int) -> float:
         """The product of a draft's confidences at which it stands with this probability.
 
         Acceptance is taken to be a power of the draft's confidence, learnt for each kind.
         """
-        return float(min(1.0, max(0.0, survival)) ** (1.0 / self._exponents[kind]))
+        return float(min(1.0, max(0.0, cumulative_acceptance)) ** (1.0 / self._exponents[kind]))
 
     def deeper(self, kind: int) -> float:
         """Acceptance of the positions right behind the first one."""

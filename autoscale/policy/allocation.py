@@ -44,7 +44,13 @@ class Allocation:
 
 
 def allocate(
-    survival: Floats, *, base_s: float, fixed_s: float, pass_s: float, added_s: Floats, depths: Iterable[int]
+    cumulative_acceptance: Floats,
+    *,
+    base_s: float,
+    fixed_s: float,
+    pass_s: float,
+    added_s: Floats,
+    depths: Iterable[int],
 ) -> Allocation:
     """The best K for each request.
 
@@ -59,13 +65,13 @@ def allocate(
     Returns:
         All zeros when drafting does not pay.
     """
-    batch = len(survival)
+    batch = len(cumulative_acceptance)
     best, best_n, best_order = batch / base_s, -1, None
     tokens = float(batch)
     candidates = sorted(depths, reverse=True)
     # Sorted once for the deepest candidate; a shallower one leaves out what lies behind its depth.
     deepest = candidates[0]
-    flat = survival[:, :deepest].ravel()
+    flat = cumulative_acceptance[:, :deepest].ravel()
     order = flat.argsort()[::-1]
     columns = order % deepest
     for depth in candidates:

@@ -187,13 +187,13 @@ class Goodput:
 
     def _complete(self, bare: Choice, kind: int) -> Choice:
         """With the floor of confidence, and K of drafts that cost nothing but their rows."""
-        floor, free_ks = 0.0, None
+        exit_threshold, free_ks = 0.0, None
         if bare.k > 1 and self.acceptance.has_confidences:
-            survival = self._price / max(1e-3, self.acceptance.deeper(kind))
-            floor = self.acceptance.confidence_of(survival, kind)
+            cumulative_acceptance = self._price / max(1e-3, self.acceptance.deeper(kind))
+            exit_threshold = self.acceptance.confidence_of(cumulative_acceptance, kind)
         if self.free is not None:
             free_ks = _NO_FREE if bare is _LOOK else self._free_ks[kind]
-        done = self._made[id(bare), kind] = replace(bare, free_ks=free_ks, floor=floor)
+        done = self._made[id(bare), kind] = replace(bare, free_ks=free_ks, exit_threshold=exit_threshold)
         return done
 
     def observe(self, stats: StepStats) -> None:
@@ -225,17 +225,17 @@ class Goodput:
         rows = batch + num_prefill_rows
         context = sum([request.num_computed for request in decodes])
         deepest = max(depths)
-        survival = self.acceptance.survival_of(keys, facts.kinds, deepest)
+        cumulative_acceptance = self.acceptance.cumulative_acceptance_of(keys, facts.kinds, deepest)
         if facts.beyond is not None:
-            survival[facts.beyond[:, :deepest]] = 0.0
+            cumulative_acceptance[facts.beyond[:, :deepest]] = 0.0
         plain_s = self.cost.step_s(batch, context)
         best = allocate(
-            survival,
+            cumulative_acceptance,
             base_s=plain_s,
             fixed_s=self.cost.handoff_s
-            + self.cost.catch_up_s * self._catch_up_tokens(batch + float(survival[:, 0].sum())),
+            + self.cost.catch_up_s * self._catch_up_tokens(batch + float(cumulative_acceptance[:, 0].sum())),
             pass_s=self.cost.pass_s(batch),
-            added_s=self.cost.added_rows_s(rows, survival.size),
+            added_s=self.cost.added_rows_s(rows, cumulative_acceptance.size),
             depths=depths,
         )
         self._depth = max(1, best.depth)

@@ -46,8 +46,8 @@ class Threshold:
     below 1.5. A rung of K tokens can at best show K, so the way back up asks for three quarters of the rung's K.
     """
 
-    def __init__(self, *, window: int = 10, floor: float = 1.5, recover: float = 0.75) -> None:
-        self._floor = floor
+    def __init__(self, *, window: int = 10, exit_threshold: float = 1.5, recover: float = 0.75) -> None:
+        self._floor = exit_threshold
         self._recover = recover
         self._rung = 0
         self._accepted: deque[float] = deque(maxlen=window)

@@ -60,14 +60,14 @@ class Outlook:
         if width == 0 or (plan.policy == "threshold" and batch >= plan.max_batch):
             return plain_s
         rates = self._goodput.acceptance.mean_rates()[:width]
-        survival = np.tile(np.cumprod(rates), (whole, 1))
+        cumulative_acceptance = np.tile(np.cumprod(rates), (whole, 1))
         if plan.policy == "goodput":
             best = allocate(
-                survival,
+                cumulative_acceptance,
                 base_s=plain_s,
                 fixed_s=cost.handoff_s,
                 pass_s=cost.pass_s(batch),
-                added_s=cost.added_rows_s(whole, survival.size),
+                added_s=cost.added_rows_s(whole, cumulative_acceptance.size),
                 depths=range(1, len(rates) + 1),
             )
             return best.seconds * whole / best.tokens

@@ -154,7 +154,7 @@ class Simulation:
             if k > 0:  # the draft reads what it has not seen, then runs ahead
                 fed += len(request.tokens) - self._read.get(request.key, 0)
                 self._read[request.key] = len(request.tokens)
-            drafted, accepted, confidences = self._draft(truth[request.key], k, choice.floor, rng)
+            drafted, accepted, confidences = self._draft(truth[request.key], k, choice.exit_threshold, rng)
             request.tokens += [0] * (accepted + 1)
             request.num_computed += accepted + 1
             emitted += accepted + 1
@@ -162,13 +162,15 @@ class Simulation:
             if k > 0:
                 counts = (drafted, accepted, len(request.tokens))
                 kind = request.submit.sampling.workload
-                asked = k if choice.floor > 0 else 0
+                asked = k if choice.exit_threshold > 0 else 0
                 outcomes.append(RowOutcome(request.key, *counts, kind, asked, confidences))
             if request.num_generated >= request.submit.sampling.max_tokens:
                 request.finish_reason = "length"
         return self._stats(step_id, live, outcomes, emitted, context, fed, reasons, rng)
 
-    def _draft(self, rate: float, k: int, floor: float, rng: np.random.Generator) -> tuple[int, int, tuple[float, ...]]:
+    def _draft(
+        self, rate: float, k: int, exit_threshold: float, rng: np.random.Generator
+    ) -> tuple[int, int, tuple[float, ...]]:
         """Drafted and accepted tokens, and the draft's confidences where it has any."""
         if self._workload.certainty == 0:
             accepted = 0
@@ -177,12 +179,12 @@ class Simulation:
             return k, accepted, ()
         confidences: list[float] = []
         accepted = 0
-        survival = 1.0
-        while len(confidences) < k and survival >= floor:
+        cumulative_acceptance = 1.0
+        while len(confidences) < k and cumulative_acceptance >= exit_threshold:
             confidence = float(np.clip(rng.normal(rate, self._workload.certainty), 0.02, 0.98))
             accepted += accepted == len(confidences) and rng.random() < confidence
             confidences.append(confidence)
-            survival *= confidence
+            cumulative_acceptance *= confidence
         return len(confidences), accepted, tuple(confidences)
 
     def _stats(
@@ -254,15 +256,15 @@ class Oracle:
         """The best K for each request."""
         del plan
         powers = np.arange(1.0, self._max_k + 1)
-        survival = np.array([truth[request.key] for request in live])[:, None] ** powers
+        cumulative_acceptance = np.array([truth[request.key] for request in live])[:, None] ** powers
         context = sum(request.num_computed for request in live)
         rows = len(live)
         best = allocate(
-            survival,
+            cumulative_acceptance,
             base_s=self._cost.step_s(rows, context),
             fixed_s=self._cost.handoff_s,
             pass_s=self._cost.pass_s(rows),
-            added_s=self._cost.added_rows_s(rows, survival.size),
+            added_s=self._cost.added_rows_s(rows, cumulative_acceptance.size),
             depths=range(1, self._max_k + 1),
         )
         return [Choice(k, "plan") for k in best.ks.tolist()]

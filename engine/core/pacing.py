@@ -73,7 +73,7 @@ class Choice:
     free_ks: tuple[int, ...] | None = None
     """[NUM_MATCH_CLASSES] K where the draft costs nothing but its rows: found by prompt lookup before a model, by how
     much recurred, or foreseen by a grammar (the largest). None: the same."""
-    floor: float = 0.0
+    exit_threshold: float = 0.0
     """The draft goes on only while the product of its confidences so far is at least this. It knows that before it
     computes the next position, whatever token it then draws there, so the law of what is emitted stays the target's."""
 

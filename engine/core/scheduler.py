@@ -112,7 +112,7 @@ class Scheduler:
                 free_ks = choice.free_ks
                 if free_ks is not None and max(free_ks) > most:
                     free_ks = tuple(min(free_k, most) for free_k in free_ks)
-                spans.append(Span(request, request.num_computed, 1, k, True, reason, free_ks, choice.floor))
+                spans.append(Span(request, request.num_computed, 1, k, True, reason, free_ks, choice.exit_threshold))
                 rows_left -= most
         budget = max(0, rows_left)
         for request in [r for r in self._running if r.extend_len > 1]:

@@ -96,7 +96,7 @@ def _outcome(span: Span, drafted: DraftRow, row: RowVerdict) -> RowOutcome:
         workload=request.submit.sampling.workload,
         source=drafted.source,
         match_len=drafted.match_len,
-        num_asked=span.k if span.floor > 0 and drafted.confidences else 0,
+        num_asked=span.k if span.exit_threshold > 0 and drafted.confidences else 0,
         confidences=drafted.confidences,
     )
 
@@ -111,7 +111,7 @@ class RowOutcome(Struct, frozen=True, gc=False):
     """Committed tokens of the request after the step."""
     workload: WorkloadClass = "greedy"
     num_asked: int = 0
-    """Draft tokens that were asked for where the draft could stop before, as `floor` says; else 0."""
+    """Draft tokens that were asked for where the draft could stop before, as `exit_threshold` says; else 0."""
     confidences: tuple[float, ...] = ()
     """Of the drafted tokens, as in DraftRow."""
     source: DraftSource = "method"

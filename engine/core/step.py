@@ -55,7 +55,7 @@ class Span(Struct, frozen=True, gc=False):
     """Whether it reaches the end of the committed tokens, so that its last row yields a token."""
     reason: KReason
     free_ks: tuple[int, ...] | None = None
-    floor: float = 0.0
+    exit_threshold: float = 0.0
     """Both as in Choice."""
 
     @property

@@ -47,7 +47,7 @@ class DraftRequestRow:
     tokens."""
     options: TokenOptions | None = None
     """Told once, with `start` 0; None where all are neutral."""
-    floor: float = 0.0
+    exit_threshold: float = 0.0
     """Go on only while the product of the confidences so far is at least this."""
     feature_rows: tuple[int, ...] = ()
     """Per fed token, the row of the buffer's features that holds those of the position before it; -1 where there are
@@ -61,7 +61,7 @@ class DraftRequestRow:
             raise ValueError(f"order row {self.key}: temperature {law.temperature} or top_p {law.top_p} out of range")
         if sampling.top_k < 0 or not 0 <= sampling.min_p <= 1:
             raise ValueError(f"order row {self.key}: top_k {law.top_k} or min_p {law.min_p} out of range")
-        if not 0 <= self.floor <= 1:
+        if not 0 <= self.exit_threshold <= 1:
             raise ValueError(f"order row {self.key}: floor {self.floor} is not within 0 and 1")
         if self.options is not None and self.start > 0:
             raise ValueError(f"order row {self.key}: options are told with start 0, not {self.start}")

@@ -241,7 +241,7 @@ class DraftModel:
         for row, token, confidence in zip(active, chosen, confidences, strict=True):
             row.token_ids.append(token)
             row.confidences.append(confidence)
-            row.survival *= confidence
+            row.cumulative_confidence *= confidence
             row.sequence.tokens.append(token)
             rules = row.sequence.rules
             if rules is not None and (not rules.push(token) or rules.has_ended):

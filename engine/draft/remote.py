@@ -208,7 +208,7 @@ class RemoteDrafter:
                     new_tokens=new_tokens,
                     k=span.k if caught_up else 0,
                     sampling=request.row_sampling,
-                    floor=span.floor,
+                    exit_threshold=span.exit_threshold,
                     options=request.rules.options if request.rules is not None and start == 0 else None,
                     feature_rows=self._log.rows(request.key, start, len(new_tokens)) if self._log is not None else (),
                 )

@@ -89,13 +89,13 @@ class Drafting:
     reason: KReason = "plan"
     token_ids: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
-    survival: float = 1.0
+    cumulative_confidence: float = 1.0
     """Product of the confidences so far."""
 
     @property
     def goes_on(self) -> bool:
         """Whether the next position is computed; a matter of what stands before it alone."""
-        return len(self.token_ids) < self.k and self.survival >= self.order.floor
+        return len(self.token_ids) < self.k and self.cumulative_confidence >= self.order.exit_threshold
 
     @property
     def samples_from_q(self) -> bool:

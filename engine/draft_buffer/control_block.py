@@ -127,7 +127,14 @@ class DraftBlock:
                     r.sampling.top_p,
                     r.sampling.stream_key,
                 ),
-                *(r.sampling.attempt, r.sampling.coupled, r.sampling.top_k, r.sampling.min_p, r.floor, len(blob)),
+                *(
+                    r.sampling.attempt,
+                    r.sampling.coupled,
+                    r.sampling.top_k,
+                    r.sampling.min_p,
+                    r.exit_threshold,
+                    len(blob),
+                ),
             )
             for r, blob in zip(rows, blobs, strict=True)
         ]
@@ -251,11 +258,11 @@ def _order_row(
     raw: tuple[Any, ...], new_tokens: tuple[int, ...], blob: bytes, max_k: int, feature_rows: tuple[int, ...]
 ) -> DraftRequestRow:
     """Raises ValueError or CorruptBlock."""
-    key, start, _, k, temperature, top_p, stream, attempt, coupled, top_k, min_p, floor, _ = raw
+    key, start, _, k, temperature, top_p, stream, attempt, coupled, top_k, min_p, exit_threshold, _ = raw
     return DraftRequestRow(
         *(key, start, new_tokens, count("k", k, max_k)),
         RowSampling(temperature, top_p, stream, attempt, bool(coupled), top_k, min_p),
-        floor=floor,
+        exit_threshold=exit_threshold,
         options=decode_options(blob),
         feature_rows=feature_rows,
     )

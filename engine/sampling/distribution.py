@@ -116,14 +116,14 @@ def _truncate(probs: torch.Tensor, samplings: Sequence[RowSampling]) -> torch.Te
     head = probs.topk(max(width, 1), dim=-1).values  # descending
     kth = head.gather(1, (top_k - 1).clamp(max=head.shape[1] - 1).unsqueeze(1))
     min_p = torch.tensor([sampling.min_p for sampling in samplings], dtype=torch.float32, device=probs.device)
-    floor = torch.maximum(kth * (top_k < num_tokens).unsqueeze(1), head[:, :1] * min_p.unsqueeze(1))
-    probs = probs.masked_fill(probs < floor, 0.0)
+    threshold = torch.maximum(kth * (top_k < num_tokens).unsqueeze(1), head[:, :1] * min_p.unsqueeze(1))
+    probs = probs.masked_fill(probs < threshold, 0.0)
     return probs.div_(probs.sum(dim=-1, keepdim=True))
 
 
 def _nucleus(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """The smallest set of most likely tokens whose mass reaches top_p, renormalised (Holtzman et al. 2020)."""
-    floor = torch.zeros_like(top_p)
+    threshold = torch.zeros_like(top_p)
     left = torch.arange(len(probs), device=probs.device)  # rows whose nucleus is wider than what was looked at
     width = _HEAD
     while len(left) > 0:
@@ -132,12 +132,12 @@ def _nucleus(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
         head = own.topk(width, dim=-1).values if width < probs.shape[-1] else own.sort(dim=-1, descending=True).values
         mass = head.cumsum(dim=-1)
         last = ((mass - head) < top_p[left].unsqueeze(1)).sum(dim=-1, keepdim=True) - 1
-        floor[left] = head.gather(1, last.clamp(min=0)).squeeze(1)
+        threshold[left] = head.gather(1, last.clamp(min=0)).squeeze(1)
         if width == probs.shape[-1]:
             break
         left = left[mass[:, -1] < top_p[left]]
         width *= 16
-    probs = probs.masked_fill(probs < floor.unsqueeze(1), 0.0)
+    probs = probs.masked_fill(probs < threshold.unsqueeze(1), 0.0)
     return probs.div_(probs.sum(dim=-1, keepdim=True))
 
 

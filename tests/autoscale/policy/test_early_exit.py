@@ -19,17 +19,19 @@ from engine.messages import SamplingParams, Submit
 
 
 class WithFloor(FixedPacer):
-    def __init__(self, k: int, floor: float) -> None:
+    def __init__(self, k: int, exit_threshold: float) -> None:
         super().__init__(k)
-        self._floor = floor
+        self._floor = exit_threshold
 
     def choose(self, plan, decodes, num_prefill_rows):  # type: ignore[no-untyped-def]
-        return [replace(choice, floor=self._floor) for choice in super().choose(plan, decodes, num_prefill_rows)]
+        return [
+            replace(choice, exit_threshold=self._floor) for choice in super().choose(plan, decodes, num_prefill_rows)
+        ]
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.3, 0.6, 1.0])
-def test_a_draft_goes_on_exactly_while_its_confidences_allow(floor: float) -> None:
-    pacer = WithFloor(5, floor)
+def test_a_draft_goes_on_exactly_while_its_confidences_allow(exit_threshold: float) -> None:
+    pacer = WithFloor(5, exit_threshold)
     drafter = toy_drafter(ToyModel(vocab_size=7, seed=4, blend=0.3))
     engine = ToyEngine(ToyModel(vocab_size=7), drafter, pacer, max_model_len=128)
     sampling = SamplingParams(temperature=0.0, max_tokens=80)
@@ -37,16 +39,16 @@ def test_a_draft_goes_on_exactly_while_its_confidences_allow(floor: float) -> No
     outcomes = [outcome for stats in pacer.stats for outcome in stats.outcomes]
     assert outcomes
     for outcome in outcomes:
-        survival = np.cumprod(outcome.confidences)
-        assert all(survival[: outcome.num_drafted - 1] >= floor)
+        cumulative_acceptance = np.cumprod(outcome.confidences)
+        assert all(cumulative_acceptance[: outcome.num_drafted - 1] >= exit_threshold)
         if 0 < outcome.num_drafted < outcome.num_asked:
-            assert survival[-1] < floor
+            assert cumulative_acceptance[-1] < exit_threshold
 
 
 def test_greedy_answers_are_the_same_under_any_floor() -> None:
-    def answer(floor: float) -> list[int]:
+    def answer(exit_threshold: float) -> list[int]:
         drafter = toy_drafter(ToyModel(vocab_size=7, seed=4, blend=0.3))
-        engine = ToyEngine(ToyModel(vocab_size=7), drafter, WithFloor(4, floor), max_model_len=128)
+        engine = ToyEngine(ToyModel(vocab_size=7), drafter, WithFloor(4, exit_threshold), max_model_len=128)
         sampling = SamplingParams(temperature=0.0, max_tokens=60)
         return engine.run([Submit(request_id="r", prompt=(1, 2, 3), sampling=sampling)])["r"]
 
@@ -73,7 +75,7 @@ def test_the_dearer_a_position_the_higher_the_floor() -> None:
         submit = Submit(request_id="r", prompt=(1,), sampling=SamplingParams(temperature=0.0, max_tokens=99))
         (choice,) = pacer.choose(SpeculationPlan(max_k=8), [Request(submit=submit, key=1, stream_key=0, tokens=[1])], 0)
         assert choice.k > 1
-        return choice.floor
+        return choice.exit_threshold
 
     assert 0 < floor_with(1.0) < floor_with(2.0) < 1
 
@@ -83,7 +85,7 @@ def test_a_method_without_confidences_gets_no_floor() -> None:
     submit = Submit(request_id="r", prompt=(1,), sampling=SamplingParams(temperature=0.0, max_tokens=99))
     pacer.acceptance.observe([RowOutcome(1, 4, 4, 20)])
     (choice,) = pacer.choose(SpeculationPlan(max_k=8), [Request(submit=submit, key=1, stream_key=0, tokens=[1])], 0)
-    assert choice.floor == 0
+    assert choice.exit_threshold == 0
 
 
 @pytest.mark.parametrize("streams", [1, 8])

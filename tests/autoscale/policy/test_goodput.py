@@ -35,16 +35,21 @@ MAX_K = 8
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32), st.booleans())
 def test_the_allocation_is_the_best_of_all(batch: int, width: int, seed: int, kinked: bool) -> None:
     rng = np.random.default_rng(seed)
-    survival = np.cumprod(rng.uniform(0.05, 0.99, (batch, width)), axis=1)
+    cumulative_acceptance = np.cumprod(rng.uniform(0.05, 0.99, (batch, width)), axis=1)
     base_s, fixed_s, pass_s = rng.uniform(5, 40), rng.uniform(0, 2), rng.uniform(0, 5)
     steps = rng.uniform(0, 3, batch * width + 1) * (rng.random(batch * width + 1) > 0.5 if kinked else 1)
     added_s = np.concatenate([[0.0], np.cumsum(steps)])[: batch * width + 1]
     found = allocate(
-        survival, base_s=base_s, fixed_s=fixed_s, pass_s=pass_s, added_s=added_s, depths=range(1, width + 1)
+        cumulative_acceptance,
+        base_s=base_s,
+        fixed_s=fixed_s,
+        pass_s=pass_s,
+        added_s=added_s,
+        depths=range(1, width + 1),
     )
 
     def goodput(ks: tuple[int, ...]) -> float:
-        tokens = batch + sum(survival[i, :k].sum() for i, k in enumerate(ks))
+        tokens = batch + sum(cumulative_acceptance[i, :k].sum() for i, k in enumerate(ks))
         drafting = fixed_s + pass_s * max(ks) + added_s[sum(ks)] if max(ks) else 0.0
         return float(tokens / (base_s + drafting))
 
@@ -78,10 +83,10 @@ def test_a_request_that_does_better_than_the_others_is_believed() -> None:
     acceptance = Acceptance(3, prior=(0.5,))
     for _ in range(40):
         acceptance.observe([RowOutcome(1, 3, 3, 10), RowOutcome(2, 3, 0, 10)])
-    good, bad, unknown = acceptance.survival([1, 2, 3])
+    good, bad, unknown = acceptance.cumulative_acceptance([1, 2, 3])
     assert good[0] > unknown[0] > bad[0]
     acceptance.forget([1, 2])
-    again = acceptance.survival([1, 2])
+    again = acceptance.cumulative_acceptance([1, 2])
     assert np.array_equal(again[0], again[1])
 
 
@@ -318,11 +323,11 @@ def test_what_holds_while_off_is_given_to_whoever_comes() -> None:
 
 def test_choosing_is_cheap() -> None:
     """A guard against a slip of an order of magnitude; figures are measured in `bench`."""
-    survival = np.cumprod(np.random.default_rng(0).uniform(0.3, 0.95, (32, MAX_K)), axis=1)
-    added_s = np.arange(survival.size + 1) * 5e-4
+    cumulative_acceptance = np.cumprod(np.random.default_rng(0).uniform(0.3, 0.95, (32, MAX_K)), axis=1)
+    added_s = np.arange(cumulative_acceptance.size + 1) * 5e-4
     begin = time.process_time()
     for _ in range(200):
-        allocate(survival, base_s=0.03, fixed_s=5e-4, pass_s=1e-3, added_s=added_s, depths=(2, 3, 4))
+        allocate(cumulative_acceptance, base_s=0.03, fixed_s=5e-4, pass_s=1e-3, added_s=added_s, depths=(2, 3, 4))
     assert (time.process_time() - begin) / 200 < 1e-3
 
 
