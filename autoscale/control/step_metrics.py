@@ -181,9 +181,9 @@ class StepRecorder:
 
     def _accepted_by_k(self, workload: WorkloadClass, source: DraftSource, match_len: int) -> list[float]:
         """Accepted tokens that were to be expected of a draft, for K from 1 on."""
-        free = self._goodput.free
-        if free is not None and source == "lookup":
-            acceptance = free.acceptance_of(match_len)
+        lookup = self._goodput.lookup
+        if lookup is not None and source == "lookup":
+            acceptance = lookup.acceptance_of(match_len)
         else:
             acceptance = self._goodput.acceptance
         expected: list[float] = np.cumprod(acceptance.by_position(workload)).cumsum().tolist()

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from autoscale.policy.acceptance_rate import Acceptance, kind_of
 from autoscale.policy.allocation import Allocation, allocate
 from autoscale.policy.cost_model import BATCH_KNOTS, ROW_KNOTS, CostModel, CostTable
-from autoscale.policy.lookup_k import FreeDrafts
+from autoscale.policy.lookup_k import LookupK
 from autoscale.policy.switch import Mode, Toggle, ToggleParams
 from engine.config import DRAFT_METHODS, MAX_K
 from engine.core.pacing import NUM_MATCH_CLASSES, Choice, Prior, SpeculationPlan
@@ -43,7 +43,7 @@ GOOD_DRAFT = 0.9
 _OFF = Choice(0, "off")
 _NOT_BELIEVED, _TOO_MANY, _LOOK = Choice(0, "acceptance"), Choice(0, "batch"), Choice(0, "probe")
 _CHOICES = (_NOT_BELIEVED, *(Choice(k, "plan") for k in range(1, MAX_K + 1)))
-_NO_FREE = (0,) * NUM_MATCH_CLASSES
+_NO_LOOKUP = (0,) * NUM_MATCH_CLASSES
 _PROBES = tuple(Choice(k, "probe") for k in range(PROBE_K + 1))
 
 
@@ -79,7 +79,7 @@ class Goodput:
         *,
         max_k: int,
         method: str = "",
-        free: FreeDrafts | None = None,
+        lookup: LookupK | None = None,
         toggle: ToggleParams = DEFAULT_TOGGLE,
     ) -> None:
         self.cost = cost
@@ -87,7 +87,7 @@ class Goodput:
         self.toggle = Toggle(toggle)
         self._max_k = max_k
         self._method = method
-        self.free = free
+        self.lookup = lookup
         self._now_s = 0.0
         self._num_choices = 0
         self._depth = 1
@@ -95,7 +95,7 @@ class Goodput:
         self._missed = 0.0
         self._prompt_len, self._answer_len = 0.0, FIRST_ANSWER_LEN
         self._price = 0.0
-        self._free_ks: list[tuple[int, ...]] = []
+        self._k_by_match: list[tuple[int, ...]] = []
         self._kept: Sequence[Choice] = ()
         self._kept_plan: SpeculationPlan | None = None
         self._kept_place: tuple[Sequence[int], int] = ((), 0)  # keys of the batch, rows of prompts
@@ -142,7 +142,7 @@ class Goodput:
         gain = best.goodput * plain_s / len(decodes)
         worth_probing = self.toggle.is_on or self._could_pay(len(decodes), plain_s, num_prefill_rows)
         mode = self.toggle.decide(
-            gain, self._now_s, worth_probing=worth_probing, has_free_drafts=any(map(any, self._free_ks))
+            gain, self._now_s, worth_probing=worth_probing, has_lookup_drafts=any(map(any, self._k_by_match))
         )
         chosen = best if mode == "on" else Allocation(best.ks * 0, float(len(decodes)), plain_s)
         self.predicted = replace(chosen, seconds=chosen.seconds + prompts_s)
@@ -175,8 +175,8 @@ class Goodput:
         row_s = self.cost.row_s(rows, PRICED_ROWS)
         deep = max(1, int((best.ks > 1).sum()))
         self._price = goodput * (row_s + self.cost.pass_s(deep) / deep**2)
-        if self.free is not None:
-            self._free_ks = self.free.ks(tokens_per_s=goodput, row_s=row_s, width=width)
+        if self.lookup is not None:
+            self._k_by_match = self.lookup.ks(tokens_per_s=goodput, row_s=row_s, width=width)
         self._made.clear()
 
     def _complete_all(self, bare: Sequence[Choice], kinds: Sequence[int]) -> list[Choice]:
@@ -187,21 +187,21 @@ class Goodput:
 
     def _complete(self, bare: Choice, kind: int) -> Choice:
         """With the floor of confidence, and K of drafts that cost nothing but their rows."""
-        exit_threshold, free_ks = 0.0, None
+        exit_threshold, k_by_match = 0.0, None
         if bare.k > 1 and self.acceptance.has_confidences:
             cumulative_acceptance = self._price / max(1e-3, self.acceptance.deeper(kind))
             exit_threshold = self.acceptance.confidence_of(cumulative_acceptance, kind)
-        if self.free is not None:
-            free_ks = _NO_FREE if bare is _LOOK else self._free_ks[kind]
-        done = self._made[id(bare), kind] = replace(bare, free_ks=free_ks, exit_threshold=exit_threshold)
+        if self.lookup is not None:
+            k_by_match = _NO_LOOKUP if bare is _LOOK else self._k_by_match[kind]
+        done = self._made[id(bare), kind] = replace(bare, k_by_match=k_by_match, exit_threshold=exit_threshold)
         return done
 
     def observe(self, stats: StepStats) -> None:
         self._now_s += stats.step_s
         self.cost.observe(stats)
         outcomes = stats.outcomes
-        if self.free is not None:
-            self.free.observe(outcomes, stats.ended)
+        if self.lookup is not None:
+            self.lookup.observe(outcomes, stats.ended)
         outcomes = tuple([outcome for outcome in outcomes if outcome.source == "method"])
         self.acceptance.observe(outcomes)
         self.acceptance.forget(stats.ended)
@@ -316,6 +316,6 @@ def make_goodput(method: str, max_k: int, table: CostTable = UNMEASURED, *, look
         table: costs measured at start.
         lookup: whether prompt lookup is asked before a model.
     """
-    free = FreeDrafts(max_k) if method in DRAFT_METHODS and lookup else None
+    lookup = LookupK(max_k) if method in DRAFT_METHODS and lookup else None
     cost = CostModel(table, measured=table is not UNMEASURED)
-    return Goodput(cost, Acceptance(max_k, PRIORS[method]), max_k=max_k, method=method, free=free)
+    return Goodput(cost, Acceptance(max_k, PRIORS[method]), max_k=max_k, method=method, lookup=lookup)

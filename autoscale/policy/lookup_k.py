@@ -23,7 +23,7 @@ PRIORS = ((0.5, 0.65, 0.7), (0.6, 0.7, 0.75), (0.75, 0.8), (0.85,))
 """Acceptance by position before anything was seen, per match class; the last one goes on."""
 
 
-class FreeDrafts:
+class LookupK:
     """Of one engine.
 
     Args:

@@ -63,7 +63,7 @@ class Toggle:
     def is_on(self) -> bool:
         return self._is_on
 
-    def decide(self, gain: float, now_s: float, *, worth_probing: bool = True, has_free_drafts: bool = False) -> Mode:
+    def decide(self, gain: float, now_s: float, *, worth_probing: bool = True, has_lookup_drafts: bool = False) -> Mode:
         """The mode of the next step.
 
         Args:
@@ -88,7 +88,7 @@ class Toggle:
             self.num_probes += 1
             self._probe_left = params.probe_steps
             return "probe"
-        return "look" if has_free_drafts and self._looks(now_s, gain) else "off"
+        return "look" if has_lookup_drafts and self._looks(now_s, gain) else "off"
 
     def drafted(self, now_s: float) -> None:
         """A step drafted; counts down a probe."""

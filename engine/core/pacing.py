@@ -70,7 +70,7 @@ class Choice:
 
     k: int
     reason: KReason
-    free_ks: tuple[int, ...] | None = None
+    k_by_match: tuple[int, ...] | None = None
     """[NUM_MATCH_CLASSES] K where the draft costs nothing but its rows: found by prompt lookup before a model, by how
     much recurred, or foreseen by a grammar (the largest). None: the same."""
     exit_threshold: float = 0.0

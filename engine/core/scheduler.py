@@ -104,15 +104,15 @@ class Scheduler:
         for request, choice in zip(decodes, choices, strict=True):
             if request not in self._running:  # preempted for an earlier one
                 continue
-            most = max(choice.k, *(choice.free_ks or (0,)))
+            most = max(choice.k, *(choice.k_by_match or (0,)))
             most, reason = self._cap(request, most, choice.reason, rows_left)
             most, reason = self._reserve_decode(request, most, reason)
             if request in self._running:
                 k, reason = (choice.k, choice.reason) if choice.k <= most else (most, reason)
-                free_ks = choice.free_ks
-                if free_ks is not None and max(free_ks) > most:
-                    free_ks = tuple(min(free_k, most) for free_k in free_ks)
-                spans.append(Span(request, request.num_computed, 1, k, True, reason, free_ks, choice.exit_threshold))
+                k_by_match = choice.k_by_match
+                if k_by_match is not None and max(k_by_match) > most:
+                    k_by_match = tuple(min(free_k, most) for free_k in k_by_match)
+                spans.append(Span(request, request.num_computed, 1, k, True, reason, k_by_match, choice.exit_threshold))
                 rows_left -= most
         budget = max(0, rows_left)
         for request in [r for r in self._running if r.extend_len > 1]:

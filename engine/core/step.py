@@ -54,14 +54,14 @@ class Span(Struct, frozen=True, gc=False):
     samples: bool
     """Whether it reaches the end of the committed tokens, so that its last row yields a token."""
     reason: KReason
-    free_ks: tuple[int, ...] | None = None
+    k_by_match: tuple[int, ...] | None = None
     exit_threshold: float = 0.0
     """Both as in Choice."""
 
     @property
-    def most_free(self) -> int:
+    def max_lookup_k(self) -> int:
         """Tokens that a draft may have which costs nothing but its rows."""
-        return self.k if self.free_ks is None else max(self.free_ks)
+        return self.k if self.k_by_match is None else max(self.k_by_match)
 
 
 class Batch(Struct, frozen=True, gc=False):

@@ -42,10 +42,10 @@ class ForcedDrafter:
 
 def _foreseen(span: Span) -> tuple[int, ...]:
     rules = span.request.rules
-    if span.most_free == 0 or rules is None or rules.matcher is None:
+    if span.max_lookup_k == 0 or rules is None or rules.matcher is None:
         return ()
     rules.follow(span.request.tokens)
-    return rules.matcher.foreseen(span.most_free)
+    return rules.matcher.foreseen(span.max_lookup_k)
 
 
 class LookupFirst:

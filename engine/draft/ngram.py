@@ -56,11 +56,11 @@ class NgramDrafter:
     def draft(self, batch: Batch) -> Draft:
         rows = empty_rows(batch)
         for row, span in enumerate(batch.spans):
-            if (most := span.most_free) > 0:
+            if (most := span.max_lookup_k) > 0:
                 index = self._index.setdefault(span.request.key, _Index(self._sizes))
                 found, match_len = index.lookup(span.request.tokens, most)
-                if span.free_ks is not None:
-                    found = found[: span.free_ks[match_class(match_len)]]
+                if span.k_by_match is not None:
+                    found = found[: span.k_by_match[match_class(match_len)]]
                 reason = span.reason if found else "no_match"
                 rows[row] = DraftRow(token_ids=found, reason=reason, match_len=match_len)
         return Draft(tuple(rows))

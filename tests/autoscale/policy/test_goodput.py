@@ -178,19 +178,19 @@ def test_while_drafting_it_looks_now_and_then_what_a_plain_step_costs() -> None:
 
 
 def test_it_looks_more_often_where_the_gain_is_in_doubt_and_also_beside_free_drafts() -> None:
-    def looks(gain: float, has_free_drafts: bool) -> int:
+    def looks(gain: float, has_lookup_drafts: bool) -> int:
         toggle = Toggle(ToggleParams())
         count = 0
         for step in range(5000):
-            mode = toggle.decide(gain, step * 0.02, has_free_drafts=has_free_drafts)
+            mode = toggle.decide(gain, step * 0.02, has_lookup_drafts=has_lookup_drafts)
             count += mode == "look"
             if mode == "probe":
                 toggle.drafted(step * 0.02)
         return count
 
-    assert looks(1.1, has_free_drafts=True) > 1.5 * looks(2.0, has_free_drafts=True)
-    assert looks(0.9, has_free_drafts=True) > 1.5 * looks(2.0, has_free_drafts=True)
-    assert looks(0.9, has_free_drafts=False) == 0
+    assert looks(1.1, has_lookup_drafts=True) > 1.5 * looks(2.0, has_lookup_drafts=True)
+    assert looks(0.9, has_lookup_drafts=True) > 1.5 * looks(2.0, has_lookup_drafts=True)
+    assert looks(0.9, has_lookup_drafts=False) == 0
 
 
 def test_a_ramp_up_and_down_switches_little_and_comes_back_soon() -> None:
@@ -234,10 +234,10 @@ def test_a_request_s_own_say_is_honoured_and_its_neighbours_are_not_affected() -
         )
         return Request(submit=submit, key=key, stream_key=0, tokens=[1])
 
-    free = [request(1), request(2)]
-    alone = [choice.k for choice in pacer.choose(SpeculationPlan(max_k=MAX_K), free, 0)]
+    lookup = [request(1), request(2)]
+    alone = [choice.k for choice in pacer.choose(SpeculationPlan(max_k=MAX_K), lookup, 0)]
     mixed = pacer.choose(
-        SpeculationPlan(max_k=MAX_K), [free[0], request(3, enabled=False), free[1], request(4, max_k=1)], 0
+        SpeculationPlan(max_k=MAX_K), [lookup[0], request(3, enabled=False), lookup[1], request(4, max_k=1)], 0
     )
     assert mixed[1].k == 0
     assert mixed[3].k <= 1
@@ -318,7 +318,7 @@ def test_what_holds_while_off_is_given_to_whoever_comes() -> None:
         batch = [request_of(1000 + key, temperature=float(key % 2)) for key in range(number)]
         choices = pacer.choose(plan, batch, 0)
         assert [choice.k for choice in choices] == [0] * number or choices[0].reason == "probe"
-        assert all(choice.free_ks is not None for choice in choices)
+        assert all(choice.k_by_match is not None for choice in choices)
 
 
 def test_choosing_is_cheap() -> None:

@@ -43,8 +43,8 @@ def taught(model: bool, lookup: bool, batch: int = 4) -> tuple[Goodput, list[Cho
     requests = [request(key) for key in range(batch)]
     for _ in range(150):
         pacer.acceptance.observe([RowOutcome(1, 4, 4 * model, 10)])
-        assert pacer.free is not None
-        pacer.free.observe([RowOutcome(1, 4, 4 * lookup, 10, source="lookup")], ())
+        assert pacer.lookup is not None
+        pacer.lookup.observe([RowOutcome(1, 4, 4 * lookup, 10, source="lookup")], ())
     for _ in range(40):  # time for the switch
         chosen = list(pacer.choose(SpeculationPlan(max_k=MAX_K), requests, 0))
         pacer._now_s += 0.05
@@ -55,13 +55,13 @@ def test_lookup_goes_on_where_the_model_does_not_pay() -> None:
     pacer, choices = taught(model=False, lookup=True)
     assert not pacer.toggle.is_on
     assert {choice.k for choice in choices} == {0}
-    assert all(choice.free_ks is not None and choice.free_ks[0] == MAX_K for choice in choices)
+    assert all(choice.k_by_match is not None and choice.k_by_match[0] == MAX_K for choice in choices)
 
 
 def test_the_model_goes_on_where_lookup_finds_nothing_of_use() -> None:
     _, choices = taught(model=True, lookup=False)
     assert all(choice.k > 0 for choice in choices)
-    assert all(choice.free_ks is not None and choice.free_ks[0] <= 1 for choice in choices)
+    assert all(choice.k_by_match is not None and choice.k_by_match[0] <= 1 for choice in choices)
 
 
 def test_rows_that_cost_more_than_they_yield_are_not_drafted_for_free() -> None:
@@ -69,24 +69,25 @@ def test_rows_that_cost_more_than_they_yield_are_not_drafted_for_free() -> None:
     table = cpu_table()
     dear = replace(table, verify_s=tuple(0.01 * rows for rows in ROW_KNOTS))
     pacer, _ = taught(model=False, lookup=True)
-    assert pacer.free is not None
+    assert pacer.lookup is not None
     for _ in range(100):
-        pacer.free.observe([RowOutcome(1, 1, n, 10, source="lookup") for n in (0, 1)], ())
+        pacer.lookup.observe([RowOutcome(1, 1, n, 10, source="lookup") for n in (0, 1)], ())
     pacer.cost = CostModel(dear)
     found = [
-        pacer.choose(SpeculationPlan(max_k=MAX_K), [request(key) for key in range(8)], 0)[0].free_ks for _ in range(31)
+        pacer.choose(SpeculationPlan(max_k=MAX_K), [request(key) for key in range(8)], 0)[0].k_by_match
+        for _ in range(31)
     ]
     assert np.median([ks[0] for ks in found if ks is not None]) == 0
 
 
 def test_a_long_match_is_believed_where_a_short_one_is_not() -> None:
     pacer, _ = taught(model=False, lookup=True)
-    assert pacer.free is not None
+    assert pacer.lookup is not None
     for _ in range(100):
         short = [RowOutcome(1, 1, n, 10, source="lookup", match_len=2) for n in (0, 0, 0, 1)]
         long = [RowOutcome(2, MAX_K, MAX_K, 10, source="lookup", match_len=MAX_MATCH_LEN)]
-        pacer.free.observe(short + long, ())
-    ks = pacer.free.ks(tokens_per_s=100.0, row_s=0.005, width=MAX_K)[0]
+        pacer.lookup.observe(short + long, ())
+    ks = pacer.lookup.ks(tokens_per_s=100.0, row_s=0.005, width=MAX_K)[0]
     assert ks[0] == 0
     assert ks[-1] == MAX_K
 
@@ -94,7 +95,7 @@ def test_a_long_match_is_believed_where_a_short_one_is_not() -> None:
 @pytest.mark.parametrize(("before", "length"), [((9, 5, 6, 7), 3), ((4, 5, 6, 7), 4), ((6, 7), 2)])
 def test_lookup_tells_how_much_recurred_and_is_cut_to_what_that_allows(before: tuple[int, ...], length: int) -> None:
     tokens = [*before, 1, 2, 3, 0, 4, 5, 6, 7]
-    span = Span(replace(request(1), tokens=tokens), len(tokens) - 1, 1, 3, True, "plan", free_ks=(1, 2, 3, 3))
+    span = Span(replace(request(1), tokens=tokens), len(tokens) - 1, 1, 3, True, "plan", k_by_match=(1, 2, 3, 3))
     lookup = NgramDrafter(min_size=2, max_size=2)
     for drafter in (lookup, LookupFirst(lookup, NoDrafter())):
         (row,) = drafter.draft(Batch(1, (span,), 0)).rows
@@ -108,8 +109,8 @@ def test_each_source_is_learnt_and_pooled_apart() -> None:
     for _ in range(50):
         pacer.observe(step)
     assert np.array_equal(pacer.acceptance.by_position(), before)
-    assert pacer.free is not None
-    assert pacer.free.acceptance_of(0).by_position()[0] < 0.1
+    assert pacer.lookup is not None
+    assert pacer.lookup.acceptance_of(0).by_position()[0] < 0.1
     aggregator = Aggregator(method="eagle")
     aggregator.add(step_of(*step.outcomes, RowOutcome(3, 2, 2, 10)))
     assert set(aggregator.take().by_kind) == {Kind("ngram", "greedy"), Kind("eagle", "greedy")}
@@ -119,9 +120,11 @@ def test_free_drafts_teach_the_cost_model_rows_but_no_passes() -> None:
     cost = CostModel(cpu_table())
     before = cost.pass_s(1)
     step = structs.replace(make_step([(4, 2)], 0), draft_s=0.0, handoff_s=0.0)
-    free = structs.replace(step, outcomes=tuple(structs.replace(outcome, source="lookup") for outcome in step.outcomes))
+    lookup = structs.replace(
+        step, outcomes=tuple(structs.replace(outcome, source="lookup") for outcome in step.outcomes)
+    )
     for _ in range(100):
-        cost.observe(free)
+        cost.observe(lookup)
     assert cost.pass_s(1) / before == pytest.approx(
         cost.verify_s(1, 0) / CostModel(cpu_table()).verify_s(1, 0), rel=0.3
     )
@@ -133,7 +136,7 @@ class TwoKs(RandomPacer):
     def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> list[Choice]:
         choices = super().choose(plan, decodes, num_prefill_rows)
         return [
-            replace(choice, free_ks=tuple(self._random.integers(0, 5, NUM_MATCH_CLASSES).tolist()))
+            replace(choice, k_by_match=tuple(self._random.integers(0, 5, NUM_MATCH_CLASSES).tolist()))
             for choice in choices
         ]
 
