@@ -59,7 +59,7 @@ class StepRecorder:
     def add(self, stats: StepStats) -> None:
         """Take a step, in the loop's thread."""
         goodput = self._goodput
-        toggle = goodput.toggle
+        switch = goodput.switch
         self._records.append(
             _Record(
                 stats,
@@ -67,9 +67,9 @@ class StepRecorder:
                 goodput.predicted,
                 goodput.cost.predicted_s,
                 goodput.cost.plain_s,
-                toggle.num_switches,
-                toggle.num_probes,
-                toggle.is_on,
+                switch.num_switches,
+                switch.num_probes,
+                switch.is_on,
             )
         )
 

@@ -16,7 +16,7 @@ from autoscale.policy.acceptance_rate import Acceptance, kind_of
 from autoscale.policy.allocation import Allocation, allocate
 from autoscale.policy.cost_model import BATCH_KNOTS, ROW_KNOTS, CostModel, CostTable
 from autoscale.policy.lookup_k import LookupK
-from autoscale.policy.switch import Mode, Toggle, ToggleParams
+from autoscale.policy.switch import HysteresisSwitch, Mode, SwitchParams
 from engine.config import DRAFT_METHODS, MAX_K
 from engine.core.pacing import NUM_MATCH_CLASSES, Choice, Prior, SpeculationPlan
 from engine.core.request import Request
@@ -28,10 +28,10 @@ CATCH_UP_STEPS = 64
 """Steps over which the price of letting the draft read what it missed is spread."""
 KEPT_STEPS = 8
 """So long a choice holds while the batch stays the same, or nothing is drafted: choosing takes time from the steps."""
-LOOK_AROUND_CHOICES = 4
+WIDE_SEARCH_CHOICES = 4
 PRICED_ROWS = 4
 """Over so many rows the price of one is taken."""
-DEFAULT_TOGGLE = ToggleParams()
+DEFAULT_SWITCH = SwitchParams()
 FIRST_ANSWER_LEN = 128.0
 """Tokens of an answer before one has ended."""
 LENGTH_RATE = 0.05
@@ -41,7 +41,7 @@ GOOD_DRAFT = 0.9
 
 
 _OFF = Choice(0, "off")
-_NOT_BELIEVED, _TOO_MANY, _LOOK = Choice(0, "acceptance"), Choice(0, "batch"), Choice(0, "probe")
+_NOT_BELIEVED, _TOO_MANY, _BASELINE = Choice(0, "acceptance"), Choice(0, "batch"), Choice(0, "probe")
 _CHOICES = (_NOT_BELIEVED, *(Choice(k, "plan") for k in range(1, MAX_K + 1)))
 _NO_LOOKUP = (0,) * NUM_MATCH_CLASSES
 _PROBES = tuple(Choice(k, "probe") for k in range(PROBE_K + 1))
@@ -80,11 +80,11 @@ class Goodput:
         max_k: int,
         method: str = "",
         lookup: LookupK | None = None,
-        toggle: ToggleParams = DEFAULT_TOGGLE,
+        switch: SwitchParams = DEFAULT_SWITCH,
     ) -> None:
         self.cost = cost
         self.acceptance = acceptance
-        self.toggle = Toggle(toggle)
+        self.switch = HysteresisSwitch(switch)
         self._max_k = max_k
         self._method = method
         self.lookup = lookup
@@ -140,8 +140,8 @@ class Goodput:
             self.acceptance.believe([prior for prior in plan.priors if prior.method == self._method])
         best, plain_s, prompts_s = self._best(decodes, keys, width, num_prefill_rows)
         gain = best.goodput * plain_s / len(decodes)
-        worth_probing = self.toggle.is_on or self._could_pay(len(decodes), plain_s, num_prefill_rows)
-        mode = self.toggle.decide(
+        worth_probing = self.switch.is_on or self._could_pay(len(decodes), plain_s, num_prefill_rows)
+        mode = self.switch.decide(
             gain, self._now_s, worth_probing=worth_probing, has_lookup_drafts=any(map(any, self._k_by_match))
         )
         chosen = best if mode == "on" else Allocation(best.ks * 0, float(len(decodes)), plain_s)
@@ -157,8 +157,8 @@ class Goodput:
         return self._complete_all(bare, self._batch.kind_list)
 
     def _unless_on(self, mode: Mode, decodes: Sequence[Request], width: int, *, worth_probing: bool) -> list[Choice]:
-        if mode == "look":
-            return [_LOOK] * len(decodes)
+        if mode == "baseline":
+            return [_BASELINE] * len(decodes)
         choices = [_NOT_BELIEVED if worth_probing else _TOO_MANY] * len(decodes)
         if mode == "probe":
             willing = [i for i, r in enumerate(decodes) if r.submit.speculative.enabled]
@@ -192,7 +192,7 @@ class Goodput:
             cumulative_acceptance = self._price / max(1e-3, self.acceptance.deeper(kind))
             exit_threshold = self.acceptance.confidence_of(cumulative_acceptance, kind)
         if self.lookup is not None:
-            k_by_match = _NO_LOOKUP if bare is _LOOK else self._k_by_match[kind]
+            k_by_match = _NO_LOOKUP if bare is _BASELINE else self._k_by_match[kind]
         done = self._made[id(bare), kind] = replace(bare, k_by_match=k_by_match, exit_threshold=exit_threshold)
         return done
 
@@ -206,7 +206,7 @@ class Goodput:
         self.acceptance.observe(outcomes)
         self.acceptance.forget(stats.ended)
         if outcomes:
-            self.toggle.drafted(self._now_s)
+            self.switch.drafted(self._now_s)
         for outcome in outcomes:
             self._known[outcome.key] = outcome.num_tokens
         for key in stats.ended:
@@ -252,7 +252,7 @@ class Goodput:
         The latter is also when slow facts are looked up again: kinds, caps, and what the draft has not read.
         """
         self._num_choices += 1
-        if keys == self._batch.keys and self._num_choices % LOOK_AROUND_CHOICES:
+        if keys == self._batch.keys and self._num_choices % WIDE_SEARCH_CHOICES:
             depth = min(width, self._depth)
             return (
                 range(max(1, depth - 1), depth + 1)

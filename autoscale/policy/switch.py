@@ -8,7 +8,7 @@ hour takes a second.
     on   --gain <= off_gain for dwell_s-->  off
     off  --gain >= on_gain  for dwell_s-->  on
     off  --every probe_s, doubling-->       probe for some steps, so that acceptance is not judged by old evidence
-    on   --every look_s, doubling-->        look for some steps what a step without drafts costs now
+    on   --every baseline_s, doubling-->        look for some steps what a step without drafts costs now
     off  --the same, while drafts that cost nothing are verified-->  look
 """
 
@@ -17,11 +17,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Mode = Literal["on", "off", "probe", "look"]
+Mode = Literal["on", "off", "probe", "baseline"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToggleParams:
+class SwitchParams:
     """Chosen with the simulator, see `autoscale.simulation.simulator`."""
 
     on_gain: float = 1.03
@@ -38,14 +38,14 @@ class ToggleParams:
     clear_gain: float = 1.25
     doubtful_look_s: float = 4.0
     """Longest pause between looks while the gain is below `clear_gain`."""
-    look_steps: int = 3
+    baseline_steps: int = 3
     """Steps without drafts of one look."""
 
 
-class Toggle:
+class HysteresisSwitch:
     """The switch of one engine."""
 
-    def __init__(self, params: ToggleParams) -> None:
+    def __init__(self, params: SwitchParams) -> None:
         self._params = params
         self._is_on = True
         self._since_s: float | None = None
@@ -81,14 +81,14 @@ class Toggle:
         if self._since_s is not None and now_s - self._since_s >= params.dwell_s:
             self._switch(now_s)
         if self._is_on:
-            return "look" if self._looks(now_s, gain) else "on"
+            return "baseline" if self._samples_baseline(now_s, gain) else "on"
         if self._probe_left > 0:
             return "probe"
         if now_s >= self._next_probe_s + (0.0 if worth_probing else params.doubtful_probe_s):
             self.num_probes += 1
             self._probe_left = params.probe_steps
             return "probe"
-        return "look" if has_lookup_drafts and self._looks(now_s, gain) else "off"
+        return "baseline" if has_lookup_drafts and self._samples_baseline(now_s, gain) else "off"
 
     def drafted(self, now_s: float) -> None:
         """A step drafted; counts down a probe."""
@@ -99,13 +99,13 @@ class Toggle:
             self._probe_s = min(2 * self._probe_s, self._params.longest_probe_s)
             self._next_probe_s = now_s + self._probe_s
 
-    def _looks(self, now_s: float, gain: float) -> bool:
+    def _samples_baseline(self, now_s: float, gain: float) -> bool:
         params = self._params
         if now_s >= self._next_look_s:
             longest_s = params.longest_look_s if gain >= params.clear_gain else params.doubtful_look_s
             self._look_s = min(2 * self._look_s, longest_s)
             self._next_look_s = now_s + self._look_s
-            self._look_left = params.look_steps
+            self._look_left = params.baseline_steps
         if self._look_left == 0:
             return False
         self._look_left -= 1

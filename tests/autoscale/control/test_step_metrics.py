@@ -103,14 +103,14 @@ def test_each_switch_has_its_cause() -> None:
 @pytest.mark.parametrize(("reason", "cause"), [("batch", "batch"), ("acceptance", "acceptance")])
 def test_the_toggle_going_off_and_on(reason: str, cause: str) -> None:
     rig = Rig("goodput")
-    toggle = rig.goodput.toggle
+    switch = rig.goodput.switch
     rig.feed([make_step([(2, 0)], 0)])
-    toggle.decide(0.5, 0.0)
-    toggle.decide(0.5, 10.0)
-    assert not toggle.is_on
+    switch.decide(0.5, 0.0)
+    switch.decide(0.5, 10.0)
+    assert not switch.is_on
     rig.feed([make_step([], 1, reason)])
-    toggle.decide(2.0, 20.0)
-    toggle.decide(2.0, 30.0)
+    switch.decide(2.0, 20.0)
+    switch.decide(2.0, 30.0)
     readings = rig.feed([make_step([(2, 2)], 0)])
     causes = {name: n for (name,), n in readings.numbers["paceline_switches_total"].items()}
     assert causes == {cause: 1, "gain": 1}

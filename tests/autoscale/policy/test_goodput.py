@@ -20,7 +20,7 @@ from autoscale.policy.allocation import allocate
 from autoscale.policy.cost_model import BATCH_KNOTS, ROW_KNOTS, CostTable
 from autoscale.policy.goodput import make_goodput
 from autoscale.policy.policies import Fixed
-from autoscale.policy.switch import Toggle, ToggleParams
+from autoscale.policy.switch import HysteresisSwitch, SwitchParams
 from autoscale.simulation.hardware import cpu_table, h100_llama_70b
 from autoscale.simulation.simulator import WORKLOADS, Oracle, Simulation, Workload
 from engine.core.pacing import Pacer, SpeculationPlan
@@ -91,24 +91,24 @@ def test_a_request_that_does_better_than_the_others_is_believed() -> None:
 
 
 def test_the_switch_waits_and_does_not_flap() -> None:
-    toggle = Toggle(ToggleParams(dwell_s=0.5, first_look_s=math.inf))
+    switch = HysteresisSwitch(SwitchParams(dwell_s=0.5, first_look_s=math.inf))
     rng = np.random.default_rng(0)
     for step in range(2000):  # a gain that hovers between both thresholds
-        toggle.decide(1.0 + 0.03 * rng.random(), step * 0.02, worth_probing=False)
-    assert toggle.num_switches == 0
-    assert [toggle.decide(0.9, 40 + t, worth_probing=False) for t in (0.0, 0.4, 0.6)] == ["on", "on", "off"]
-    assert [toggle.decide(1.5, 41 + t, worth_probing=False) for t in (0.0, 0.4, 0.6)] == ["off", "off", "on"]
+        switch.decide(1.0 + 0.03 * rng.random(), step * 0.02, worth_probing=False)
+    assert switch.num_switches == 0
+    assert [switch.decide(0.9, 40 + t, worth_probing=False) for t in (0.0, 0.4, 0.6)] == ["on", "on", "off"]
+    assert [switch.decide(1.5, 41 + t, worth_probing=False) for t in (0.0, 0.4, 0.6)] == ["off", "off", "on"]
 
 
 def test_nothing_is_off_for_good_and_probes_get_rarer() -> None:
-    toggle = Toggle(ToggleParams(first_probe_s=1.0, longest_probe_s=8.0, probe_steps=2))
+    switch = HysteresisSwitch(SwitchParams(first_probe_s=1.0, longest_probe_s=8.0, probe_steps=2))
     starts, now_s, probing = [], 0.0, False
     while now_s < 60.0:
-        mode = toggle.decide(0.8, now_s)
+        mode = switch.decide(0.8, now_s)
         if mode == "probe":
             if not probing:
                 starts.append(now_s)
-            toggle.drafted(now_s)
+            switch.drafted(now_s)
         probing = mode == "probe"
         now_s += 0.05
     gaps = np.diff(starts)
@@ -162,30 +162,30 @@ def test_wrong_costs_and_a_busy_machine_cost_little(fault: str, name: str, strea
 
 
 def test_where_costs_say_that_nothing_pays_it_is_tried_all_the_same() -> None:
-    toggle = Toggle(ToggleParams(doubtful_probe_s=5.0))
-    modes = [toggle.decide(0.5, step * 0.1, worth_probing=False) for step in range(200)]
+    switch = HysteresisSwitch(SwitchParams(doubtful_probe_s=5.0))
+    modes = [switch.decide(0.5, step * 0.1, worth_probing=False) for step in range(200)]
     assert "probe" in modes
     assert modes.index("probe") > 50
 
 
 def test_while_drafting_it_looks_now_and_then_what_a_plain_step_costs() -> None:
-    toggle = Toggle(ToggleParams())
-    modes = [toggle.decide(2.0, step * 0.02) for step in range(5000)]
-    looks = [step for step, mode in enumerate(modes) if mode == "look"]
-    assert set(modes) == {"on", "look"}
+    switch = HysteresisSwitch(SwitchParams())
+    modes = [switch.decide(2.0, step * 0.02) for step in range(5000)]
+    looks = [step for step, mode in enumerate(modes) if mode == "baseline"]
+    assert set(modes) == {"on", "baseline"}
     assert 6 <= len(looks) <= 40
     assert looks[0] < 60
 
 
 def test_it_looks_more_often_where_the_gain_is_in_doubt_and_also_beside_free_drafts() -> None:
     def looks(gain: float, has_lookup_drafts: bool) -> int:
-        toggle = Toggle(ToggleParams())
+        switch = HysteresisSwitch(SwitchParams())
         count = 0
         for step in range(5000):
-            mode = toggle.decide(gain, step * 0.02, has_lookup_drafts=has_lookup_drafts)
-            count += mode == "look"
+            mode = switch.decide(gain, step * 0.02, has_lookup_drafts=has_lookup_drafts)
+            count += mode == "baseline"
             if mode == "probe":
-                toggle.drafted(step * 0.02)
+                switch.drafted(step * 0.02)
         return count
 
     assert looks(1.1, has_lookup_drafts=True) > 1.5 * looks(2.0, has_lookup_drafts=True)
@@ -219,7 +219,7 @@ def test_a_ramp_up_and_down_switches_little_and_comes_back_soon() -> None:
     assert share(10, 20) > 0.7
     assert share(30, 40) < 0.3
     assert share(42, 44) > 0.5, "back within 2 s of the load falling"
-    assert pacer.toggle.num_switches <= 6
+    assert pacer.switch.num_switches <= 6
 
 
 def test_a_request_s_own_say_is_honoured_and_its_neighbours_are_not_affected() -> None:
@@ -313,7 +313,7 @@ def test_what_holds_while_off_is_given_to_whoever_comes() -> None:
     table = CostTable(verify_s=tuple(1e-3 * rows for rows in ROW_KNOTS), pass_s=(1.0,) * len(BATCH_KNOTS))
     pacer, plan = make_goodput("eagle", MAX_K, table, lookup=True), SpeculationPlan(max_k=MAX_K)
     Simulation(table, WORKLOADS["adversarial"], lambda _: 1).run(pacer, plan, 2.0)
-    assert not pacer.toggle.is_on
+    assert not pacer.switch.is_on
     for number in range(1, 40):
         batch = [request_of(1000 + key, temperature=float(key % 2)) for key in range(number)]
         choices = pacer.choose(plan, batch, 0)

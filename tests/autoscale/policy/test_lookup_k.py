@@ -53,7 +53,7 @@ def taught(model: bool, lookup: bool, batch: int = 4) -> tuple[Goodput, list[Cho
 
 def test_lookup_goes_on_where_the_model_does_not_pay() -> None:
     pacer, choices = taught(model=False, lookup=True)
-    assert not pacer.toggle.is_on
+    assert not pacer.switch.is_on
     assert {choice.k for choice in choices} == {0}
     assert all(choice.k_by_match is not None and choice.k_by_match[0] == MAX_K for choice in choices)
 
