@@ -129,7 +129,7 @@ class Replica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve every few seconds; its autoscaling policy reads what this returns."""
-        reading = await self._group.outlook()
+        reading = await self._group.replica_load()
         return reading.as_numbers() if reading is not None else {}
 
     async def check_health(self) -> None:

@@ -39,7 +39,7 @@ class ScalingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaReading:
+class ReplicaLoad:
     """What one replica says, averaged over the last while."""
 
     num_running: float
@@ -56,7 +56,7 @@ class ReplicaReading:
         return counts | curve
 
     @classmethod
-    def from_numbers(cls, numbers: Mapping[str, float]) -> ReplicaReading | None:
+    def from_numbers(cls, numbers: Mapping[str, float]) -> ReplicaLoad | None:
         """The reverse of `as_numbers`; None while a replica has not said everything."""
         try:
             return cls(
@@ -80,7 +80,7 @@ class ReplicaDecision:
 
 
 def decide(
-    readings: Sequence[ReplicaReading], *, target: int, minimum: int, maximum: int, params: ScalingParams
+    readings: Sequence[ReplicaLoad], *, target: int, minimum: int, maximum: int, params: ScalingParams
 ) -> ReplicaDecision:
     """The number of replicas.
 
@@ -118,7 +118,7 @@ class _Demand:
     """Emitted now, and what those that wait would add."""
 
 
-def _demand(readings: Sequence[ReplicaReading]) -> _Demand:
+def _demand(readings: Sequence[ReplicaLoad]) -> _Demand:
     running = sum(reading.num_running for reading in readings)
     waiting = sum(reading.num_waiting for reading in readings)
     rate = sum(reading.tokens_per_s for reading in readings)
@@ -140,7 +140,7 @@ def _needed(demand: _Demand, curve: Sequence[float], objective: float, target: i
     return max(1, math.ceil(needed - 1e-9))
 
 
-def _mean_curve(readings: Sequence[ReplicaReading]) -> list[float]:
+def _mean_curve(readings: Sequence[ReplicaLoad]) -> list[float]:
     """Mean over replicas, made non-decreasing."""
     curve: list[float] = []
     for index in range(len(BATCHES)):

@@ -21,7 +21,7 @@ LEAST, MOST = 0.5, 4.0
 """Bounds of the correction."""
 
 
-class Outlook:
+class TpotEstimate:
     """Of one engine.
 
     Args:

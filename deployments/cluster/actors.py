@@ -24,8 +24,8 @@ from autoscale.policy.cost_model import CostTable
 from autoscale.policy.goodput import make_goodput
 from autoscale.policy.policies import PolicyPacer
 from autoscale.policy.profiling import TableCache, profile_draft, profile_target, still_holds
-from autoscale.replicas.decision import ReplicaReading
-from autoscale.replicas.tpot_estimate import Outlook
+from autoscale.replicas.decision import ReplicaLoad
+from autoscale.replicas.tpot_estimate import TpotEstimate
 from deployments.cluster.placement import CONTROLLER_NAMESPACE, controller_name
 from engine.checkpoint.store import cache_folder
 from engine.core.pacing import PlanSlot, SpeculationPlan
@@ -72,7 +72,7 @@ class ShardActor(ProcessMixin, TargetShard):
         slot = PlanSlot(initial_plan(speculative))
         aggregator = Aggregator(lambda: self._goodput.cost.plain_s, speculative.method)
         self._slot = slot
-        self._outlook = outlook = Outlook(self._goodput)
+        self._tpot_estimate = replica_load = TpotEstimate(self._goodput)
         self._asked_s, self._emitted = time.monotonic(), 0.0
         self._recorder = recorder = StepRecorder(self._goodput, lambda: slot.current)
         link = ControllerLink(controller_name(app_name), engine_id, slot, aggregator, recorder)
@@ -80,7 +80,7 @@ class ShardActor(ProcessMixin, TargetShard):
 
         def observe(stats: StepStats) -> None:
             aggregator.add(stats)
-            outlook.observe(stats)
+            replica_load.observe(stats)
             recorder.add(stats)
 
         return self.listen(PolicyPacer(self._goodput), lambda: slot.current, observe)
@@ -100,17 +100,17 @@ class ShardActor(ProcessMixin, TargetShard):
             count_blocks(ledger, self.pool, "target")
         return merge([self._recorder.read(), ledger.read()])
 
-    def outlook(self) -> ReplicaReading:
+    def replica_load(self) -> ReplicaLoad:
         """Load since the last call, and time per token at any batch. Rank 0, after `lead`; one caller."""
         emitted, now_s = self._recorder.read().number("paceline_emitted_tokens_total"), time.monotonic()
         rate = (emitted - self._emitted) / max(1e-3, now_s - self._asked_s)
         self._asked_s, self._emitted = now_s, emitted
         scheduler = self.engine.scheduler if self.engine is not None else None
-        return ReplicaReading(
+        return ReplicaLoad(
             num_running=scheduler.num_running if scheduler is not None else 0,
             num_waiting=scheduler.num_waiting if scheduler is not None else 0,
             tokens_per_s=rate,
-            tpot_s=self._outlook.tpot_s(self._slot.current),
+            tpot_s=self._tpot_estimate.tpot_s(self._slot.current),
         )
 
     def attach_measured_draft(self, timeout_s: float) -> None:

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from autoscale.control.controller import initial_plan
 from autoscale.control.history import HistoryView
-from autoscale.replicas.decision import ReplicaDecision, ReplicaReading
+from autoscale.replicas.decision import ReplicaDecision, ReplicaLoad
 from deployments.cluster.actors import ControllerActor, actor, device_env
 from deployments.cluster.draft_supervisor import DraftSupervisor
 from deployments.cluster.placement import CONTROLLER_NAMESPACE, controller_name, draft_bundle
@@ -161,13 +161,13 @@ class EngineGroup:
             for reason in SCALING_REASONS:
                 ledger.set("paceline_scaling_reason", reason == decision.reason, reason)
 
-    async def outlook(self) -> ReplicaReading | None:
+    async def replica_load(self) -> ReplicaLoad | None:
         """Load, and time per token at any batch; None while nothing serves."""
         target = self._targets.serving
         if target is None:
             return None
         try:
-            reading: ReplicaReading = await asyncio.wait_for(target.lead.outlook.remote(), METRICS_TIMEOUT_S)
+            reading: ReplicaLoad = await asyncio.wait_for(target.lead.replica_load.remote(), METRICS_TIMEOUT_S)
         except (ray.exceptions.RayError, TimeoutError):
             return None
         return reading

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import ray
 
-from autoscale.replicas.decision import ReplicaDecision, ReplicaReading, ScalingParams, decide
+from autoscale.replicas.decision import ReplicaDecision, ReplicaLoad, ScalingParams, decide
 from deployments.cluster.placement import CONTROLLER_NAMESPACE, controller_name
 
 POLICY_PATH = "deployments.cluster.serve_autoscaling:TpotPolicy"
@@ -64,7 +64,7 @@ class TpotPolicy:
             self._told = decision
 
 
-def readings_of(metrics: Mapping[str, Mapping[Any, float]]) -> list[ReplicaReading]:
+def readings_of(metrics: Mapping[str, Mapping[Any, float]]) -> list[ReplicaLoad]:
     """By replica, of those that have recorded all of it.
 
     Args:
@@ -74,5 +74,5 @@ def readings_of(metrics: Mapping[str, Mapping[Any, float]]) -> list[ReplicaReadi
     for name, values in metrics.items():
         for replica, value in values.items():
             by_replica.setdefault(replica, {})[name] = value
-    found = [ReplicaReading.from_numbers(numbers) for numbers in by_replica.values()]
+    found = [ReplicaLoad.from_numbers(numbers) for numbers in by_replica.values()]
     return [reading for reading in found if reading is not None]

@@ -13,8 +13,8 @@ from step_stats import make_step
 
 from autoscale.control.controller import Controller
 from autoscale.policy.goodput import make_goodput
-from autoscale.replicas.decision import BATCHES, ReplicaDecision, ReplicaReading, ScalingParams, decide
-from autoscale.replicas.tpot_estimate import Outlook
+from autoscale.replicas.decision import BATCHES, ReplicaDecision, ReplicaLoad, ScalingParams, decide
+from autoscale.replicas.tpot_estimate import TpotEstimate
 from autoscale.simulation.hardware import cpu_table
 from deployments.app import _replicas
 from deployments.cluster.serve_autoscaling import TpotPolicy, readings_of
@@ -27,10 +27,10 @@ CURVE = tuple(0.010 + 0.0008 * batch for batch in BATCHES)
 """Meets 25 ms up to a batch of about 19."""
 
 
-def reading(running: float, *, waiting: float = 0.0, curve: tuple[float, ...] = CURVE) -> ReplicaReading:
+def reading(running: float, *, waiting: float = 0.0, curve: tuple[float, ...] = CURVE) -> ReplicaLoad:
     """A replica whose batch is `running`, at the speed its own curve gives."""
     tpot_s = 0.010 + 0.0008 * running if curve is CURVE else curve[0]
-    return ReplicaReading(num_running=running, num_waiting=waiting, tokens_per_s=running / tpot_s, tpot_s=curve)
+    return ReplicaLoad(num_running=running, num_waiting=waiting, tokens_per_s=running / tpot_s, tpot_s=curve)
 
 
 def settled(width: float | None = None, rate: float | None = None, *, start: int = 1, maximum: int = 16) -> list[int]:
@@ -74,7 +74,7 @@ def test_drafting_that_pays_in_small_batches_asks_for_more_replicas_only_where_i
     """Two engines of equal speed at a batch of 32; one drafts, and is twice as fast at 8 and below."""
     plain = tuple(0.030 + 0.0001 * batch for batch in BATCHES)
     drafting = tuple(value * (0.5 if batch <= 8 else 1.0) for batch, value in zip(BATCHES, plain, strict=True))
-    load = ReplicaReading(num_running=32, num_waiting=0, tokens_per_s=960, tpot_s=plain)
+    load = ReplicaLoad(num_running=32, num_waiting=0, tokens_per_s=960, tpot_s=plain)
     without = decide([load], target=1, minimum=1, maximum=8, params=PARAMS)
     with_drafts = decide([replace(load, tpot_s=drafting)], target=1, minimum=1, maximum=8, params=PARAMS)
     assert without.reason == "unreachable"
@@ -93,9 +93,7 @@ def test_the_number_is_within_bounds_and_grows_with_the_load(
     replicas: list[tuple[float, float, float]], target: int, minimum: int, maximum: int
 ) -> None:
     readings = [
-        ReplicaReading(
-            num_running=r, num_waiting=w, tokens_per_s=r / t, tpot_s=tuple(t * (1 + 0.1 * b) for b in BATCHES)
-        )
+        ReplicaLoad(num_running=r, num_waiting=w, tokens_per_s=r / t, tpot_s=tuple(t * (1 + 0.1 * b) for b in BATCHES))
         for r, w, t in replicas
     ]
     bounds = {"minimum": minimum, "maximum": maximum, "params": PARAMS}
@@ -122,7 +120,7 @@ class RecordedContext:
     policy_state: dict[str, Any] = field(default_factory=dict)
 
 
-def recorded(*readings: ReplicaReading | None) -> RecordedContext:
+def recorded(*readings: ReplicaLoad | None) -> RecordedContext:
     metrics: dict[str, dict[Any, float]] = {"running_requests": {"replica-0": 3.0}}  # Serve's own
     for index, one in enumerate(readings):
         for name, value in (one.as_numbers() if one is not None else {"running": 1.0}).items():
@@ -141,8 +139,11 @@ def test_the_policy_reads_what_replicas_record() -> None:
 
 def test_the_outlook_is_what_the_pace_would_do_there() -> None:
     goodput = make_goodput("draft_model", 8, cpu_table())
-    outlook = Outlook(goodput)
-    drafting, plain = outlook.tpot_s(SpeculationPlan(max_k=8)), outlook.tpot_s(SpeculationPlan(policy="off"))
+    tpot_estimate = TpotEstimate(goodput)
+    drafting, plain = (
+        tpot_estimate.tpot_s(SpeculationPlan(max_k=8)),
+        tpot_estimate.tpot_s(SpeculationPlan(policy="off")),
+    )
     assert list(plain) == sorted(plain)
     assert drafting[0] < 0.7 * plain[0], "drafting pays for one request"
     assert all(a <= b * 1.001 for a, b in zip(drafting, plain, strict=True))
@@ -151,12 +152,12 @@ def test_the_outlook_is_what_the_pace_would_do_there() -> None:
 
 def test_the_outlook_follows_what_tokens_really_took() -> None:
     goodput = make_goodput("draft_model", 8, cpu_table())
-    outlook = Outlook(goodput)
-    before = outlook.tpot_s(SpeculationPlan(policy="off"))
+    tpot_estimate = TpotEstimate(goodput)
+    before = tpot_estimate.tpot_s(SpeculationPlan(policy="off"))
     for _ in range(50):
-        outlook.observe(make_step([], 4, step_s=0.03))
-    assert outlook.tpot_s(SpeculationPlan(policy="off"))[2] == pytest.approx(0.03, rel=0.1)
-    assert outlook.tpot_s(SpeculationPlan(policy="off"))[2] > 2 * before[2]
+        tpot_estimate.observe(make_step([], 4, step_s=0.03))
+    assert tpot_estimate.tpot_s(SpeculationPlan(policy="off"))[2] == pytest.approx(0.03, rel=0.1)
+    assert tpot_estimate.tpot_s(SpeculationPlan(policy="off"))[2] > 2 * before[2]
 
 
 def test_the_controller_keeps_the_last_decision() -> None:
