@@ -19,7 +19,7 @@ from engine.core.pacing import SpeculationPlan
 from engine.core.stats import StepStats
 from engine.core.step import DraftSource
 from engine.messages import WorkloadClass
-from engine.metrics.counters import Ledger, Readings
+from engine.metrics.counters import MetricCounters, MetricSnapshot
 
 _OFF = (0, 0)
 
@@ -50,7 +50,7 @@ class StepRecorder:
     def __init__(self, goodput: Goodput, plan: Callable[[], SpeculationPlan]) -> None:
         self._goodput = goodput
         self._plan = plan
-        self._ledger = Ledger()
+        self._counters = MetricCounters()
         self._records: deque[_Record] = deque()
         self._lock = threading.Lock()
         self._before: _Record | None = None
@@ -81,13 +81,13 @@ class StepRecorder:
                 self._count(record)
                 self._before = record
 
-    def read(self) -> Readings:
+    def read(self) -> MetricSnapshot:
         """Everything counted so far."""
         self.fold()
         plan = self._plan()
-        self._ledger.set("paceline_plan_version", plan.version)
-        self._ledger.set("paceline_plan_max_k", plan.max_k if plan.enabled and plan.policy != "off" else 0)
-        return self._ledger.read()
+        self._counters.set("paceline_plan_version", plan.version)
+        self._counters.set("paceline_plan_max_k", plan.max_k if plan.enabled and plan.policy != "off" else 0)
+        return self._counters.read()
 
     def _count(self, record: _Record) -> None:
         self._count_time(record.stats)
@@ -97,71 +97,71 @@ class StepRecorder:
             self._count_goodput(record)
 
     def _count_time(self, stats: StepStats) -> None:
-        ledger = self._ledger
-        ledger.add("paceline_steps_total")
-        ledger.observe("paceline_step_seconds", stats.step_s)
-        ledger.observe("paceline_batch_requests", stats.num_decodes)
-        ledger.add("paceline_prefill_tokens_total", stats.num_prefill_tokens)
-        ledger.observe("paceline_phase_seconds", stats.schedule_s, "schedule")
+        counters = self._counters
+        counters.add("paceline_steps_total")
+        counters.observe("paceline_step_seconds", stats.step_s)
+        counters.observe("paceline_batch_requests", stats.num_decodes)
+        counters.add("paceline_prefill_tokens_total", stats.num_prefill_tokens)
+        counters.observe("paceline_phase_seconds", stats.schedule_s, "schedule")
         if stats.draft_s or stats.handoff_s:
-            ledger.observe("paceline_phase_seconds", stats.draft_s, "draft")
-            ledger.observe("paceline_phase_seconds", stats.handoff_s, "handoff")
-        ledger.observe("paceline_phase_seconds", stats.verify_s, "verify")
-        ledger.observe("paceline_phase_seconds", stats.sample_s, "sample")
+            counters.observe("paceline_phase_seconds", stats.draft_s, "draft")
+            counters.observe("paceline_phase_seconds", stats.handoff_s, "handoff")
+        counters.observe("paceline_phase_seconds", stats.verify_s, "verify")
+        counters.observe("paceline_phase_seconds", stats.sample_s, "sample")
 
     def _count_drafts(self, stats: StepStats) -> None:
-        ledger = self._ledger
+        counters = self._counters
         num_verdicts = sum(stats.k_by_reason.values())
-        ledger.add("paceline_verdicts_total", num_verdicts)
-        ledger.add("paceline_emitted_tokens_total", stats.num_emitted)
+        counters.add("paceline_verdicts_total", num_verdicts)
+        counters.add("paceline_emitted_tokens_total", stats.num_emitted)
         for reason, count in stats.k_by_reason.items():
-            ledger.add("paceline_k_reasons_total", count, reason)
+            counters.add("paceline_k_reasons_total", count, reason)
         if num_verdicts > len(stats.outcomes):
-            ledger.observe("paceline_k", 0, count=num_verdicts - len(stats.outcomes))
+            counters.observe("paceline_k", 0, count=num_verdicts - len(stats.outcomes))
         if not stats.outcomes:
             return
-        ledger.add("paceline_drafts_total", len(stats.outcomes))
-        ledger.add("paceline_drafted_tokens_total", stats.num_drafted)
-        ledger.add("paceline_accepted_tokens_total", stats.num_accepted)
+        counters.add("paceline_drafts_total", len(stats.outcomes))
+        counters.add("paceline_drafted_tokens_total", stats.num_drafted)
+        counters.add("paceline_accepted_tokens_total", stats.num_accepted)
         for k, count in Counter([outcome.num_drafted for outcome in stats.outcomes]).items():
-            ledger.observe("paceline_k", k, count=count)
+            counters.observe("paceline_k", k, count=count)
         for accepted, count in Counter([outcome.num_accepted for outcome in stats.outcomes]).items():
-            ledger.observe("paceline_accepted_per_draft", accepted, count=count)
+            counters.observe("paceline_accepted_per_draft", accepted, count=count)
         for position, reached in enumerate(stats.drafted_by_position):
             if reached:
-                ledger.add("paceline_reached_positions_total", reached, str(position))
-                ledger.add("paceline_accepted_positions_total", stats.accepted_by_position[position], str(position))
+                counters.add("paceline_reached_positions_total", reached, str(position))
+                counters.add("paceline_accepted_positions_total", stats.accepted_by_position[position], str(position))
 
     def _count_pace(self, record: _Record) -> None:
         before, stats = self._before, record.stats
         switched_before, probed_before = (before.num_switches, before.num_probes) if before is not None else _OFF
         if record.num_probes > probed_before:
-            self._ledger.add("paceline_probes_total", record.num_probes - probed_before)
+            self._counters.add("paceline_probes_total", record.num_probes - probed_before)
         if record.num_switches > switched_before:
             off_cause = "batch" if "batch" in stats.k_by_reason else "acceptance"
             cause = "gain" if record.is_on else off_cause
-            self._ledger.add("paceline_switches_total", record.num_switches - switched_before, cause)
+            self._counters.add("paceline_switches_total", record.num_switches - switched_before, cause)
         if before is not None and before.plan != record.plan:
-            self._ledger.add("paceline_switches_total", 1, "plan")
+            self._counters.add("paceline_switches_total", 1, "plan")
         if "draft_down" in stats.k_by_reason and not self._is_draft_down:
             self._is_draft_down = True
-            self._ledger.add("paceline_switches_total", 1, "draft_down")
+            self._counters.add("paceline_switches_total", 1, "draft_down")
         elif stats.outcomes and self._is_draft_down:
             self._is_draft_down = False
-            self._ledger.add("paceline_switches_total", 1, "draft_up")
+            self._counters.add("paceline_switches_total", 1, "draft_up")
         if stats.step_s > 0 and record.cost_s > 0:
-            self._ledger.observe("paceline_cost_error_ratio", abs(record.cost_s - stats.step_s) / stats.step_s)
+            self._counters.observe("paceline_cost_error_ratio", abs(record.cost_s - stats.step_s) / stats.step_s)
 
     def _count_goodput(self, record: _Record) -> None:
         """Of steps that only decode, so that expected and real ones are the same ones."""
-        ledger, stats = self._ledger, record.stats
-        ledger.add("paceline_realised_tokens_total", stats.num_emitted)
-        ledger.add("paceline_realised_seconds_total", stats.step_s)
-        ledger.add("paceline_plain_tokens_total", stats.num_decodes)
-        ledger.add("paceline_plain_seconds_total", record.plain_s)
+        counters, stats = self._counters, record.stats
+        counters.add("paceline_realised_tokens_total", stats.num_emitted)
+        counters.add("paceline_realised_seconds_total", stats.step_s)
+        counters.add("paceline_plain_tokens_total", stats.num_decodes)
+        counters.add("paceline_plain_seconds_total", record.plain_s)
         tokens, seconds = self._expected(record)
-        ledger.add("paceline_predicted_tokens_total", tokens)
-        ledger.add("paceline_predicted_seconds_total", seconds)
+        counters.add("paceline_predicted_tokens_total", tokens)
+        counters.add("paceline_predicted_seconds_total", seconds)
 
     def _expected(self, record: _Record) -> tuple[float, float]:
         """Tokens and seconds: what policy `goodput` counted on, or what it would have said of another one's choice."""

@@ -80,7 +80,7 @@ class ReplicaDecision:
 
 
 def decide(
-    readings: Sequence[ReplicaLoad], *, target: int, minimum: int, maximum: int, params: ScalingParams
+    snapshot: Sequence[ReplicaLoad], *, target: int, minimum: int, maximum: int, params: ScalingParams
 ) -> ReplicaDecision:
     """The number of replicas.
 
@@ -89,12 +89,12 @@ def decide(
         target: replicas wanted so far.
         minimum, maximum: bounds.
     """
-    if not readings:
+    if not snapshot:
         return ReplicaDecision(min(maximum, max(minimum, target)), "no_data")
-    curve = _mean_curve(readings)
+    curve = _mean_curve(snapshot)
     objective = max(params.tpot_s, params.nearest * curve[0])
     reachable = curve[0] <= params.tpot_s
-    demand = _demand(readings)
+    demand = _demand(snapshot)
     wanted = _needed(demand, curve, objective, target)
     with_headroom = _needed(demand, curve, max(params.headroom * objective, curve[0]), target)
     if wanted > target:
@@ -118,10 +118,10 @@ class _Demand:
     """Emitted now, and what those that wait would add."""
 
 
-def _demand(readings: Sequence[ReplicaLoad]) -> _Demand:
-    running = sum(reading.num_running for reading in readings)
-    waiting = sum(reading.num_waiting for reading in readings)
-    rate = sum(reading.tokens_per_s for reading in readings)
+def _demand(snapshot: Sequence[ReplicaLoad]) -> _Demand:
+    running = sum(reading.num_running for reading in snapshot)
+    waiting = sum(reading.num_waiting for reading in snapshot)
+    rate = sum(reading.tokens_per_s for reading in snapshot)
     return _Demand(running + waiting, waiting, rate * (running + waiting) / running if running > 0 else rate)
 
 
@@ -140,11 +140,11 @@ def _needed(demand: _Demand, curve: Sequence[float], objective: float, target: i
     return max(1, math.ceil(needed - 1e-9))
 
 
-def _mean_curve(readings: Sequence[ReplicaLoad]) -> list[float]:
+def _mean_curve(snapshot: Sequence[ReplicaLoad]) -> list[float]:
     """Mean over replicas, made non-decreasing."""
     curve: list[float] = []
     for index in range(len(BATCHES)):
-        mean = sum(reading.tpot_s[index] for reading in readings) / len(readings)
+        mean = sum(reading.tpot_s[index] for reading in snapshot) / len(snapshot)
         curve.append(max(mean, curve[-1] if curve else 1e-6))
     return curve
 

@@ -32,7 +32,7 @@ from engine.core.pacing import PlanSlot, SpeculationPlan
 from engine.core.stats import StepStats
 from engine.draft.messages import DraftRequestRow, DraftResponse
 from engine.draft.remote import DraftLink
-from engine.metrics.counters import Ledger, Readings, merge
+from engine.metrics.counters import MetricCounters, MetricSnapshot, merge
 from engine.model.device import threads_per_shard
 from engine.workers.draft_worker import DraftWorker, count_blocks
 from engine.workers.target_shard import TargetShard
@@ -89,16 +89,16 @@ class ShardActor(ProcessMixin, TargetShard):
         """Turns of the step loop so far; it turns without work too. Rank 0."""
         return self.engine.num_turns if self.engine is not None else 0
 
-    def metrics(self) -> Readings:
+    def metrics(self) -> MetricSnapshot:
         """What was counted in this process so far. Rank 0, after `lead`."""
-        ledger = Ledger()
+        counters = MetricCounters()
         if self.engine is not None and self.pool is not None:
             scheduler = self.engine.scheduler
-            ledger.set("paceline_running_requests", scheduler.num_running)
-            ledger.set("paceline_waiting_requests", scheduler.num_waiting)
-            ledger.add("paceline_preemptions_total", scheduler.num_preempted)
-            count_blocks(ledger, self.pool, "target")
-        return merge([self._recorder.read(), ledger.read()])
+            counters.set("paceline_running_requests", scheduler.num_running)
+            counters.set("paceline_waiting_requests", scheduler.num_waiting)
+            counters.add("paceline_preemptions_total", scheduler.num_preempted)
+            count_blocks(counters, self.pool, "target")
+        return merge([self._recorder.read(), counters.read()])
 
     def replica_load(self) -> ReplicaLoad:
         """Load since the last call, and time per token at any batch. Rank 0, after `lead`; one caller."""

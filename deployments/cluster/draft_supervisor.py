@@ -16,7 +16,7 @@ import ray
 from deployments.cluster.actors import DraftActor, actor
 from engine.config import EngineConfig
 from engine.draft.messages import DraftInfo
-from engine.metrics.counters import Readings
+from engine.metrics.counters import MetricSnapshot
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 60.0
@@ -90,10 +90,10 @@ class DraftSupervisor:
             ray.kill(self._actor)
             self._actor = None
 
-    async def metrics(self) -> Readings:
+    async def metrics(self) -> MetricSnapshot:
         """What the draft's process says of itself. Raises what Ray raises when it is gone."""
-        readings: Readings = await self._actor.metrics.remote() if self._actor is not None else Readings()
-        return readings
+        snapshot: MetricSnapshot = await self._actor.metrics.remote() if self._actor is not None else MetricSnapshot()
+        return snapshot
 
     async def supervise(self) -> None:
         """Replace the draft each time it ends, with growing pauses while replacements keep failing."""

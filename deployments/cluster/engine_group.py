@@ -33,7 +33,7 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.core.pacing import SpeculationPlan
 from engine.errors import EngineUnavailable
 from engine.ipc.wire import DraftStatus
-from engine.metrics.counters import Ledger, Readings, merge
+from engine.metrics.counters import MetricCounters, MetricSnapshot, merge
 from engine.metrics.labels import SCALING_REASONS
 from engine.model.device import threads_per_shard
 from engine.workers.target_shard import ShardReady
@@ -82,7 +82,7 @@ class EngineGroup:
         self._draft: DraftSupervisor | None = None
         self._draft_task: asyncio.Task[None] | None = None
         self._num_restarts = {"draft": 0, "controller": 0}
-        self._last_metrics = Readings()
+        self._last_metrics = MetricSnapshot()
 
     async def start(self) -> ShardReady:
         """Bring everything up. Raises what the first failing actor raised, or TimeoutError."""
@@ -126,14 +126,14 @@ class EngineGroup:
         view: HistoryView = await self._ask_controller("history", HISTORY_TIMEOUT_S, since_s)
         return view
 
-    async def metrics(self) -> Readings:
+    async def metrics(self) -> MetricSnapshot:
         """What was counted in the group's processes so far; of a shard that does not answer, what it said last."""
-        ledger = Ledger()
-        ledger.set("paceline_draft_up", self._draft is None or self._draft.is_up)
-        ledger.add("paceline_restarts_total", self._targets.num_restarts, "target")
+        counters = MetricCounters()
+        counters.set("paceline_draft_up", self._draft is None or self._draft.is_up)
+        counters.add("paceline_restarts_total", self._targets.num_restarts, "target")
         for process, count in self._num_restarts.items():
             of_now = self._draft.num_restarts if process == "draft" and self._draft is not None else 0
-            ledger.add("paceline_restarts_total", count + of_now, process)
+            counters.add("paceline_restarts_total", count + of_now, process)
         target = self._targets.serving
         asked = [target.lead.metrics.remote()] if target is not None else []
         if self._draft is not None and self._draft.is_up:
@@ -141,14 +141,14 @@ class EngineGroup:
         answers = await asyncio.gather(
             *(asyncio.wait_for(answer, METRICS_TIMEOUT_S) for answer in asked), return_exceptions=True
         )
-        readings = [answer for answer in answers if isinstance(answer, Readings)]
-        if target is not None and isinstance(answers[0], Readings):
+        snapshot = [answer for answer in answers if isinstance(answer, MetricSnapshot)]
+        if target is not None and isinstance(answers[0], MetricSnapshot):
             self._last_metrics = answers[0]
-            readings = readings[1:]
-        await self._count_replicas(ledger)
-        return merge([ledger.read(), self._last_metrics, *readings])
+            snapshot = snapshot[1:]
+        await self._count_replicas(counters)
+        return merge([counters.read(), self._last_metrics, *snapshot])
 
-    async def _count_replicas(self, ledger: Ledger) -> None:
+    async def _count_replicas(self, counters: MetricCounters) -> None:
         """How many there should be, and why."""
         decision: ReplicaDecision | None = ReplicaDecision(self._settings.num_replicas, "fixed")
         if self._settings.autoscaling is not None:
@@ -157,9 +157,9 @@ class EngineGroup:
             except EngineUnavailable:
                 decision = None
         if decision is not None:
-            ledger.set("paceline_desired_replicas", decision.replicas)
+            counters.set("paceline_desired_replicas", decision.replicas)
             for reason in SCALING_REASONS:
-                ledger.set("paceline_scaling_reason", reason == decision.reason, reason)
+                counters.set("paceline_scaling_reason", reason == decision.reason, reason)
 
     async def replica_load(self) -> ReplicaLoad | None:
         """Load, and time per token at any batch; None while nothing serves."""

@@ -20,7 +20,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.utils import floatToGoString
 
 from engine.errors import ConfigError
-from engine.metrics.counters import HistogramValue, LabelValues, Readings
+from engine.metrics.counters import HistogramValue, LabelValues, MetricSnapshot
 from engine.metrics.definitions import METRICS
 from engine.metrics.labels import COMMON_LABELS
 from engine.metrics.types import Metric
@@ -37,7 +37,7 @@ class ReadingsCollector:
     """
 
     def __init__(
-        self, read: Callable[[], Readings], common: Mapping[str, str], metrics: Sequence[Metric] = METRICS
+        self, read: Callable[[], MetricSnapshot], common: Mapping[str, str], metrics: Sequence[Metric] = METRICS
     ) -> None:
         self._read = read
         self._common = tuple(common[name] for name in COMMON_LABELS)
@@ -45,28 +45,28 @@ class ReadingsCollector:
 
     def collect(self) -> Iterator[Family]:
         """One family per declaration, those without readings at 0."""
-        readings = self._read()
+        snapshot = self._read()
         for metric in self._metrics:
-            yield self._histogram(metric, readings) if metric.kind == "histogram" else self._numbers(metric, readings)
+            yield self._histogram(metric, snapshot) if metric.kind == "histogram" else self._numbers(metric, snapshot)
 
     def describe(self) -> list[Family]:
         """Nothing ahead of time: a scrape must not happen at registration."""
         return []
 
-    def _numbers(self, metric: Metric, readings: Readings) -> Family:
+    def _numbers(self, metric: Metric, snapshot: MetricSnapshot) -> Family:
         # The families put `_total` behind a counter's name and a unit never: the name holds both already.
         labels = (*COMMON_LABELS, *metric.labels)
         family = (CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily)(
             metric.name, _help(metric), labels=labels
         )
-        counted = readings.numbers.get(metric.alias_of or metric.name, {})
+        counted = snapshot.numbers.get(metric.alias_of or metric.name, {})
         for values in _series(metric, counted):
             family.add_metric([*self._common, *values], counted.get(values, 0.0))
         return family
 
-    def _histogram(self, metric: Metric, readings: Readings) -> Family:
+    def _histogram(self, metric: Metric, snapshot: MetricSnapshot) -> Family:
         family = HistogramMetricFamily(metric.name, _help(metric), labels=(*COMMON_LABELS, *metric.labels))
-        counted = readings.histograms.get(metric.name, {})
+        counted = snapshot.histograms.get(metric.name, {})
         bounds = [*map(floatToGoString, metric.buckets), "+Inf"]
         empty = HistogramValue([0] * len(bounds))
         for values in _series(metric, counted):
@@ -97,7 +97,7 @@ class Exporter:
         ConfigError: the port is taken.
     """
 
-    def __init__(self, read: Callable[[], Readings], common: Mapping[str, str], *, host: str, port: int) -> None:
+    def __init__(self, read: Callable[[], MetricSnapshot], common: Mapping[str, str], *, host: str, port: int) -> None:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(ReadingsCollector(read, common))
         try:

@@ -17,7 +17,7 @@ from deployments.monitoring.request_log import count_request, log_as_json, log_r
 from deployments.monitoring.timelines import Sink, TimedEngine
 from deployments.monitoring.tracing import Tracing, make_exporter
 from deployments.settings import AppSettings
-from engine.metrics.counters import Ledger, Readings, merge
+from engine.metrics.counters import MetricCounters, MetricSnapshot, merge
 
 READ_TIMEOUT_S = 5.0
 WILDCARDS = ("0.0.0.0", "::")
@@ -40,7 +40,7 @@ class ReplicaObserver:
         self,
         settings: AppSettings,
         engine: EngineClient,
-        read_engine: Callable[[], Awaitable[Readings]],
+        read_engine: Callable[[], Awaitable[MetricSnapshot]],
         *,
         app: str,
         replica: str,
@@ -48,10 +48,10 @@ class ReplicaObserver:
         self._settings = settings
         self._read_engine = read_engine
         self._labels = {"app": app, "replica": replica, "model": settings.served_name}
-        self._ledger = Ledger()
+        self._counters = MetricCounters()
         self._exporter: Exporter | None = None
         self._target = TargetFile(targets_folder(settings.metrics_dir), replica)
-        sinks: list[Sink] = [partial(count_request, ledger=self._ledger)]
+        sinks: list[Sink] = [partial(count_request, counters=self._counters)]
         if settings.log_format == "json":
             log_as_json()
             sinks.append(log_request)
@@ -69,7 +69,7 @@ class ReplicaObserver:
             node_ip: announced when `metrics_host` is a wildcard.
         """
         settings = self._settings
-        self._ledger.set("paceline_start_time_seconds", time.time())
+        self._counters.set("paceline_start_time_seconds", time.time())
         self._exporter = Exporter(
             lambda: self.read(loop), self._labels, host=settings.metrics_host, port=settings.metrics_port
         )
@@ -79,16 +79,16 @@ class ReplicaObserver:
 
     def count_refusal(self, cause: str) -> None:
         """Enter a request that was refused before it reached the engine."""
-        self._ledger.add("paceline_rejected_total", 1, cause)
+        self._counters.add("paceline_rejected_total", 1, cause)
 
-    def read(self, loop: asyncio.AbstractEventLoop) -> Readings:
+    def read(self, loop: asyncio.AbstractEventLoop) -> MetricSnapshot:
         """Everything counted in the replica's processes. From any thread but the loop's."""
 
-        async def ask() -> Readings:
+        async def ask() -> MetricSnapshot:
             return await self._read_engine()
 
         engine = asyncio.run_coroutine_threadsafe(ask(), loop).result(READ_TIMEOUT_S)
-        return merge([self._ledger.read(), engine])
+        return merge([self._counters.read(), engine])
 
     def close(self) -> None:
         """Withdraw the target and stop listening. Blocks for up to a second; idempotent."""

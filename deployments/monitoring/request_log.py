@@ -11,29 +11,29 @@ from datetime import UTC, datetime
 from typing import IO
 
 from deployments.monitoring.timelines import Timeline
-from engine.metrics.counters import Ledger
+from engine.metrics.counters import MetricCounters
 
 _log = logging.getLogger(__name__)
 
 
-def count_request(timeline: Timeline, ledger: Ledger) -> None:
+def count_request(timeline: Timeline, counters: MetricCounters) -> None:
     """Enter a request that ended."""
     if timeline.is_refused:
-        ledger.add("paceline_rejected_total", 1, timeline.outcome)
+        counters.add("paceline_rejected_total", 1, timeline.outcome)
         return
-    ledger.add("paceline_requests_total", 1, timeline.outcome)
-    ledger.add("paceline_prompt_tokens_total", timeline.num_prompt)
-    ledger.add("paceline_generated_tokens_total", timeline.num_tokens)
-    ledger.add("paceline_prefix_cache_hit_tokens_total", timeline.num_cached)
+    counters.add("paceline_requests_total", 1, timeline.outcome)
+    counters.add("paceline_prompt_tokens_total", timeline.num_prompt)
+    counters.add("paceline_generated_tokens_total", timeline.num_tokens)
+    counters.add("paceline_prefix_cache_hit_tokens_total", timeline.num_cached)
     if timeline.queue_s is not None:
-        ledger.observe("paceline_queue_seconds", timeline.queue_s)
+        counters.observe("paceline_queue_seconds", timeline.queue_s)
     if timeline.ttft_s is not None:
-        ledger.observe("paceline_ttft_seconds", timeline.ttft_s)
-    ledger.observe_all("paceline_itl_seconds", timeline.gaps_s)
+        counters.observe("paceline_ttft_seconds", timeline.ttft_s)
+    counters.observe_all("paceline_itl_seconds", timeline.gaps_s)
     if timeline.tpot_s is not None:
-        ledger.observe("paceline_tpot_seconds", timeline.tpot_s)
+        counters.observe("paceline_tpot_seconds", timeline.tpot_s)
     if timeline.e2e_s is not None and timeline.outcome in ("stop", "length"):
-        ledger.observe("paceline_e2e_seconds", timeline.e2e_s)
+        counters.observe("paceline_e2e_seconds", timeline.e2e_s)
 
 
 def log_request(timeline: Timeline) -> None:

@@ -32,7 +32,7 @@ class HistogramValue:
 
 
 @dataclass(slots=True)
-class Readings:
+class MetricSnapshot:
     """Values by metric name, then by label values in the order of `Metric.labels`."""
 
     numbers: dict[str, dict[LabelValues, float]] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Readings:
         return self.numbers.get(name, {}).get(labels, 0.0)
 
 
-class Ledger:
+class MetricCounters:
     """Counts; safe to use from several threads.
 
     Args:
@@ -52,21 +52,21 @@ class Ledger:
 
     def __init__(self, metrics: Iterable[Metric] = METRICS) -> None:
         self._metrics = by_name(metrics)
-        self._readings = Readings()
+        self._snapshot = MetricSnapshot()
         self._lock = threading.Lock()
 
     def add(self, name: str, amount: float = 1.0, *labels: str) -> None:
         """Raise a counter."""
         self._check(name, "counter", labels)
         with self._lock:
-            series = self._readings.numbers.setdefault(name, {})
+            series = self._snapshot.numbers.setdefault(name, {})
             series[labels] = series.get(labels, 0.0) + amount
 
     def set(self, name: str, value: float, *labels: str) -> None:
         """Set a gauge."""
         self._check(name, "gauge", labels)
         with self._lock:
-            self._readings.numbers.setdefault(name, {})[labels] = value
+            self._snapshot.numbers.setdefault(name, {})[labels] = value
 
     def observe(self, name: str, value: float, *labels: str, count: int = 1) -> None:
         """Put a value into a histogram, `count` times."""
@@ -87,20 +87,20 @@ class Ledger:
                 histogram.counts[bisect_left(buckets, value)] += 1
             histogram.total += sum(values)
 
-    def read(self) -> Readings:
+    def read(self) -> MetricSnapshot:
         """A copy of everything counted so far."""
         with self._lock:
-            return Readings(
-                {name: dict(series) for name, series in self._readings.numbers.items()},
+            return MetricSnapshot(
+                {name: dict(series) for name, series in self._snapshot.numbers.items()},
                 {
                     name: {labels: HistogramValue(list(h.counts), h.total) for labels, h in series.items()}
-                    for name, series in self._readings.histograms.items()
+                    for name, series in self._snapshot.histograms.items()
                 },
             )
 
     def _histogram(self, name: str, labels: LabelValues, num_buckets: int) -> HistogramValue:
         """One series, made where there is none yet. With the lock held."""
-        series = self._readings.histograms.setdefault(name, {})
+        series = self._snapshot.histograms.setdefault(name, {})
         histogram = series.get(labels)
         if histogram is None:
             histogram = series[labels] = HistogramValue([0] * (num_buckets + 1))
@@ -113,9 +113,9 @@ class Ledger:
         return metric
 
 
-def merge(parts: Iterable[Readings]) -> Readings:
+def merge(parts: Iterable[MetricSnapshot]) -> MetricSnapshot:
     """Readings of several processes of one replica; a series that several of them have is added up."""
-    whole = Readings()
+    whole = MetricSnapshot()
     for part in parts:
         for name, numbers in part.numbers.items():
             into = whole.numbers.setdefault(name, {})

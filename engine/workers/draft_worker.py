@@ -24,7 +24,7 @@ from engine.draft.messages import DraftInfo
 from engine.draft.proposer import DraftModel
 from engine.draft_buffer.target_endpoint import BufferHandle, DraftEndpoint, gpu_uuid, open_draft_buffer
 from engine.errors import ConfigError, EngineError, EngineUnavailable
-from engine.metrics.counters import Ledger, Readings
+from engine.metrics.counters import MetricCounters, MetricSnapshot
 from engine.model.device import pick_device, pick_dtype, set_threads
 from engine.model.load import LoadedDraft, load_draft
 from engine.model.runner import ModelRunner, kv_bytes_per_token, num_kv_blocks
@@ -123,14 +123,14 @@ class DraftWorker:
         """Make `run` return. Idempotent, any thread."""
         self._stop.set()
 
-    def metrics(self) -> Readings:
+    def metrics(self) -> MetricSnapshot:
         """KV blocks, and memory against its cap. Any thread."""
-        ledger = Ledger()
-        ledger.set("paceline_draft_memory_bytes", self._memory_bytes)
-        ledger.set("paceline_draft_memory_cap_bytes", self._cap_bytes)
+        counters = MetricCounters()
+        counters.set("paceline_draft_memory_bytes", self._memory_bytes)
+        counters.set("paceline_draft_memory_cap_bytes", self._cap_bytes)
         if self._pool is not None:
-            count_blocks(ledger, self._pool, "draft")
-        return ledger.read()
+            count_blocks(counters, self._pool, "draft")
+        return counters.read()
 
     def _num_blocks(self, config: ModelConfig, dtype: torch.dtype) -> int:
         """Blocks of the draft's pool, scratch included: what the cap leaves after the weights."""
@@ -184,9 +184,9 @@ def _architecture(draft: LoadedDraft, width: int, *, num_blocks: int, block_size
     return PlainArchitecture(forward)
 
 
-def count_blocks(ledger: Ledger, pool: BlockPool, cache: str) -> None:
+def count_blocks(counters: MetricCounters, pool: BlockPool, cache: str) -> None:
     """What a KV pool says of itself, into a fresh ledger."""
     num_free = pool.num_free
-    ledger.set("paceline_kv_free_blocks", num_free, cache)
-    ledger.set("paceline_kv_used_blocks", pool.num_blocks - 1 - num_free, cache)
-    ledger.add("paceline_kv_evictions_total", pool.num_evicted, cache)
+    counters.set("paceline_kv_free_blocks", num_free, cache)
+    counters.set("paceline_kv_used_blocks", pool.num_blocks - 1 - num_free, cache)
+    counters.add("paceline_kv_evictions_total", pool.num_evicted, cache)

@@ -17,7 +17,7 @@ from autoscale.policy.goodput import make_goodput
 from autoscale.policy.policies import PolicyPacer
 from engine.core.pacing import SpeculationPlan
 from engine.core.stats import StepStats
-from engine.metrics.counters import HistogramValue, Ledger, Readings, merge
+from engine.metrics.counters import HistogramValue, MetricCounters, MetricSnapshot, merge
 from engine.metrics.labels import K_REASONS
 
 MAX_K = 4
@@ -33,7 +33,7 @@ class Rig:
         self.plan = SpeculationPlan(policy=policy, max_k=MAX_K)  # type: ignore[arg-type]
         self.recorder = StepRecorder(self.goodput, lambda: self.plan)
 
-    def feed(self, steps: Iterable[StepStats]) -> Readings:
+    def feed(self, steps: Iterable[StepStats]) -> MetricSnapshot:
         for step in steps:
             self.goodput.observe(step)
             self.recorder.add(step)
@@ -53,51 +53,51 @@ steps_of = st.lists(
 def test_sums_are_those_of_the_steps_in_any_portions(steps: list[StepStats], cut: int) -> None:
     rig = Rig()
     rig.feed(steps[:cut])
-    readings = rig.feed(steps[cut:])
+    snapshot = rig.feed(steps[cut:])
     outcomes = [outcome for step in steps for outcome in step.outcomes]
     verdicts = sum(sum(step.k_by_reason.values()) for step in steps)
-    assert readings.number("paceline_steps_total") == len(steps)
-    assert readings.number("paceline_drafts_total") == len(outcomes)
-    assert readings.number("paceline_drafted_tokens_total") == sum(step.num_drafted for step in steps)
-    assert readings.number("paceline_accepted_tokens_total") == sum(step.num_accepted for step in steps)
-    assert readings.number("paceline_emitted_tokens_total") == sum(step.num_emitted for step in steps)
-    assert readings.number("paceline_verdicts_total") == verdicts
+    assert snapshot.number("paceline_steps_total") == len(steps)
+    assert snapshot.number("paceline_drafts_total") == len(outcomes)
+    assert snapshot.number("paceline_drafted_tokens_total") == sum(step.num_drafted for step in steps)
+    assert snapshot.number("paceline_accepted_tokens_total") == sum(step.num_accepted for step in steps)
+    assert snapshot.number("paceline_emitted_tokens_total") == sum(step.num_emitted for step in steps)
+    assert snapshot.number("paceline_verdicts_total") == verdicts
     for reason in K_REASONS:
-        assert readings.number("paceline_k_reasons_total", reason) == sum(s.k_by_reason.get(reason, 0) for s in steps)
+        assert snapshot.number("paceline_k_reasons_total", reason) == sum(s.k_by_reason.get(reason, 0) for s in steps)
     for position in range(MAX_K):
         reached = sum(outcome.num_drafted > position <= outcome.num_accepted for outcome in outcomes)
         accepted = sum(outcome.num_accepted > position for outcome in outcomes)
-        assert readings.number("paceline_reached_positions_total", str(position)) == reached
-        assert readings.number("paceline_accepted_positions_total", str(position)) == accepted
+        assert snapshot.number("paceline_reached_positions_total", str(position)) == reached
+        assert snapshot.number("paceline_accepted_positions_total", str(position)) == accepted
     if verdicts:
-        k = readings.histograms["paceline_k"][()]
+        k = snapshot.histograms["paceline_k"][()]
         assert k.num == verdicts
         assert k.total == sum(outcome.num_drafted for outcome in outcomes)
         assert k.counts[0] == verdicts - len(outcomes)  # exactly K = 0
-    assert readings.histograms["paceline_step_seconds"][()].total == pytest.approx(sum(s.step_s for s in steps))
+    assert snapshot.histograms["paceline_step_seconds"][()].total == pytest.approx(sum(s.step_s for s in steps))
 
 
 def test_goodput_figures_are_of_the_same_steps() -> None:
     rig = Rig()
     decode, prefill = make_step([(3, 2), (3, 0)], 1), structs.replace(make_step([], 4), num_prefill_tokens=50)
-    readings = rig.feed([decode, prefill, decode])
-    assert readings.number("paceline_realised_tokens_total") == 2 * decode.num_emitted
-    assert readings.number("paceline_realised_seconds_total") == pytest.approx(2 * decode.step_s)
-    assert readings.number("paceline_plain_tokens_total") == 2 * 3
+    snapshot = rig.feed([decode, prefill, decode])
+    assert snapshot.number("paceline_realised_tokens_total") == 2 * decode.num_emitted
+    assert snapshot.number("paceline_realised_seconds_total") == pytest.approx(2 * decode.step_s)
+    assert snapshot.number("paceline_plain_tokens_total") == 2 * 3
     # Between nothing and everything accepted.
-    assert 6 < readings.number("paceline_predicted_tokens_total") < 2 * (3 + 6)
-    assert readings.number("paceline_predicted_seconds_total") > readings.number("paceline_plain_seconds_total") > 0
-    assert readings.histograms["paceline_cost_error_ratio"][()].num == 3
+    assert 6 < snapshot.number("paceline_predicted_tokens_total") < 2 * (3 + 6)
+    assert snapshot.number("paceline_predicted_seconds_total") > snapshot.number("paceline_plain_seconds_total") > 0
+    assert snapshot.histograms["paceline_cost_error_ratio"][()].num == 3
 
 
 def test_each_switch_has_its_cause() -> None:
     rig = Rig()
     rig.feed([make_step([(2, 1)], 0), make_step([], 2, "draft_down"), make_step([], 2, "draft_down")])
     rig.plan = replace(rig.plan, version=2, max_k=2)
-    readings = rig.feed([make_step([(2, 1)], 0), make_step([(2, 1)], 0)])
-    causes = {cause: n for (cause,), n in readings.numbers["paceline_switches_total"].items()}
+    snapshot = rig.feed([make_step([(2, 1)], 0), make_step([(2, 1)], 0)])
+    causes = {cause: n for (cause,), n in snapshot.numbers["paceline_switches_total"].items()}
     assert causes == {"draft_down": 1, "draft_up": 1, "plan": 1}
-    assert readings.number("paceline_plan_version") == 2
+    assert snapshot.number("paceline_plan_version") == 2
 
 
 @pytest.mark.parametrize(("reason", "cause"), [("batch", "batch"), ("acceptance", "acceptance")])
@@ -111,8 +111,8 @@ def test_the_toggle_going_off_and_on(reason: str, cause: str) -> None:
     rig.feed([make_step([], 1, reason)])
     switch.decide(2.0, 20.0)
     switch.decide(2.0, 30.0)
-    readings = rig.feed([make_step([(2, 2)], 0)])
-    causes = {name: n for (name,), n in readings.numbers["paceline_switches_total"].items()}
+    snapshot = rig.feed([make_step([(2, 2)], 0)])
+    causes = {name: n for (name,), n in snapshot.numbers["paceline_switches_total"].items()}
     assert causes == {cause: 1, "gain": 1}
 
 
@@ -139,23 +139,23 @@ def test_cost_per_step() -> None:
 
 
 def test_ledger_refuses_what_is_not_declared() -> None:
-    ledger = Ledger()
+    counters = MetricCounters()
     with pytest.raises(KeyError):
-        ledger.add("paceline_surprises_total")
+        counters.add("paceline_surprises_total")
     with pytest.raises(ValueError, match="is a histogram"):
-        ledger.add("paceline_k", 1)
+        counters.add("paceline_k", 1)
     with pytest.raises(ValueError, match="labels"):
-        ledger.add("paceline_switches_total")
+        counters.add("paceline_switches_total")
 
 
 def test_readings_are_copies_and_merge_adds() -> None:
-    ledger = Ledger()
-    ledger.add("paceline_drafts_total", 2)
-    ledger.observe("paceline_k", 3, count=2)
-    before = ledger.read()
-    ledger.add("paceline_drafts_total")
-    ledger.observe("paceline_k", 1)
-    whole = merge([before, ledger.read()])
+    counters = MetricCounters()
+    counters.add("paceline_drafts_total", 2)
+    counters.observe("paceline_k", 3, count=2)
+    before = counters.read()
+    counters.add("paceline_drafts_total")
+    counters.observe("paceline_k", 1)
+    whole = merge([before, counters.read()])
     assert before.number("paceline_drafts_total") == 2
     assert whole.number("paceline_drafts_total") == 5
     assert whole.histograms["paceline_k"][()].total == 6 + 7

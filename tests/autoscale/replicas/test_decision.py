@@ -44,8 +44,8 @@ def settled(width: float | None = None, rate: float | None = None, *, start: int
             share = rate / target
             each = 0.010 * share / (1 - 0.0008 * share) if share < 900 else 64.0
         waiting = max(0.0, each - 64)
-        readings = [reading(min(each, 64.0), waiting=waiting)] * target
-        target = decide(readings, target=target, minimum=1, maximum=maximum, params=PARAMS).replicas
+        snapshot = [reading(min(each, 64.0), waiting=waiting)] * target
+        target = decide(snapshot, target=target, minimum=1, maximum=maximum, params=PARAMS).replicas
         seen.append(target)
     return seen
 
@@ -92,14 +92,14 @@ def test_drafting_that_pays_in_small_batches_asks_for_more_replicas_only_where_i
 def test_the_number_is_within_bounds_and_grows_with_the_load(
     replicas: list[tuple[float, float, float]], target: int, minimum: int, maximum: int
 ) -> None:
-    readings = [
+    snapshot = [
         ReplicaLoad(num_running=r, num_waiting=w, tokens_per_s=r / t, tpot_s=tuple(t * (1 + 0.1 * b) for b in BATCHES))
         for r, w, t in replicas
     ]
     bounds = {"minimum": minimum, "maximum": maximum, "params": PARAMS}
-    decision = decide(readings, target=target, **bounds)  # type: ignore[arg-type]
+    decision = decide(snapshot, target=target, **bounds)  # type: ignore[arg-type]
     assert minimum <= decision.replicas <= maximum
-    busier = [replace(r, num_waiting=r.num_waiting + 10) for r in readings]
+    busier = [replace(r, num_waiting=r.num_waiting + 10) for r in snapshot]
     assert decide(busier, target=target, **bounds).replicas >= decision.replicas  # type: ignore[arg-type]
 
 
@@ -120,9 +120,9 @@ class RecordedContext:
     policy_state: dict[str, Any] = field(default_factory=dict)
 
 
-def recorded(*readings: ReplicaLoad | None) -> RecordedContext:
+def recorded(*snapshot: ReplicaLoad | None) -> RecordedContext:
     metrics: dict[str, dict[Any, float]] = {"running_requests": {"replica-0": 3.0}}  # Serve's own
-    for index, one in enumerate(readings):
+    for index, one in enumerate(snapshot):
         for name, value in (one.as_numbers() if one is not None else {"running": 1.0}).items():
             metrics.setdefault(name, {})[f"replica-{index}"] = value
     return RecordedContext(metrics)

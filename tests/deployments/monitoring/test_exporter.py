@@ -21,7 +21,7 @@ from deployments.monitoring.replica_observer import ReplicaObserver
 from deployments.settings import AppSettings
 from engine.errors import ConfigError
 from engine.messages import SamplingParams, Submit
-from engine.metrics.counters import Ledger, Readings
+from engine.metrics.counters import MetricCounters, MetricSnapshot
 from engine.metrics.definitions import METRICS
 
 COMMON = {"app": "a", "replica": "r", "model": "m"}
@@ -41,8 +41,8 @@ def sample(name: str, **labels: str) -> Sample:
     return name, tuple(sorted((COMMON | labels).items()))
 
 
-def exported(readings: Readings) -> dict[Sample, float]:
-    exporter = Exporter(lambda: readings, COMMON, host="127.0.0.1", port=0)
+def exported(snapshot: MetricSnapshot) -> dict[Sample, float]:
+    exporter = Exporter(lambda: snapshot, COMMON, host="127.0.0.1", port=0)
     try:
         return scrape(exporter.port)
     finally:
@@ -50,7 +50,7 @@ def exported(readings: Readings) -> dict[Sample, float]:
 
 
 def test_every_metric_exists_from_the_start() -> None:
-    values = exported(Readings())
+    values = exported(MetricSnapshot())
     assert set(values.values()) == {0.0}
     names = {name for name, _ in values}
     for metric in METRICS:
@@ -62,14 +62,14 @@ def test_every_metric_exists_from_the_start() -> None:
 
 
 def test_values_arrive() -> None:
-    ledger = Ledger()
-    ledger.add("paceline_accepted_positions_total", 7, "2")
-    ledger.add("paceline_kv_evictions_total", 3, "draft")
-    ledger.set("paceline_running_requests", 5)
+    counters = MetricCounters()
+    counters.add("paceline_accepted_positions_total", 7, "2")
+    counters.add("paceline_kv_evictions_total", 3, "draft")
+    counters.set("paceline_running_requests", 5)
     for value in (0, 2, 2, 16):
-        ledger.observe("paceline_k", value)
-    ledger.observe("paceline_ttft_seconds", 1e6)
-    values = exported(ledger.read())
+        counters.observe("paceline_k", value)
+    counters.observe("paceline_ttft_seconds", 1e6)
+    values = exported(counters.read())
     assert values[sample("paceline_accepted_positions_total", position="2")] == 7
     assert values[sample("vllm:spec_decode_num_accepted_tokens_per_pos_total", position="2")] == 7
     assert values[sample("paceline_kv_evictions_total", cache="draft")] == 3
@@ -87,9 +87,9 @@ OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0
 
 def test_http() -> None:
     """Names with colons survive whatever a scraper asks for; a failing read is a 500, other paths a 404."""
-    ledger = Ledger()
-    ledger.add("paceline_drafts_total", 3)
-    states = [ledger.read()]
+    counters = MetricCounters()
+    counters.add("paceline_drafts_total", 3)
+    states = [counters.read()]
     exporter = Exporter(lambda: states.pop(), COMMON, host="127.0.0.1", port=0)
     try:
         url = f"http://127.0.0.1:{exporter.port}"
@@ -108,7 +108,7 @@ def test_a_taken_port_is_an_error_of_the_setting() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"metrics_port.*{port}"):
-            Exporter(Readings, COMMON, host="127.0.0.1", port=port)
+            Exporter(MetricSnapshot, COMMON, host="127.0.0.1", port=port)
 
 
 class TestTargetFiles:
@@ -152,10 +152,10 @@ def test_replicas_are_targets_of_their_own(tmp_path: Path) -> None:
     """Two replicas in one process: each serves its own numbers, announces itself, and goes without a trace."""
     settings = AppSettings.parse({"engine": {"model": "smollm2"}, "metrics_dir": str(tmp_path)})
 
-    async def read_engine() -> Readings:
-        ledger = Ledger()
-        ledger.add("paceline_steps_total", 11)
-        return ledger.read()
+    async def read_engine() -> MetricSnapshot:
+        counters = MetricCounters()
+        counters.add("paceline_steps_total", 11)
+        return counters.read()
 
     async def run() -> None:
         loop = asyncio.get_running_loop()

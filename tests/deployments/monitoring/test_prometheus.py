@@ -14,14 +14,14 @@ from prometheus_server import Prometheus
 from dashboards.alerts import alerts
 from deployments.monitoring.discovery import TargetFile
 from deployments.monitoring.exporter import Exporter
-from engine.metrics.counters import Ledger
+from engine.metrics.counters import MetricCounters
 from engine.metrics.definitions import METRICS
 
 REPLICAS = ("r1", "r2")
 WINDOW = "10s"
 
 
-def count_something(ledger: Ledger, scale: float) -> None:
+def count_something(counters: MetricCounters, scale: float) -> None:
     """Move every metric once; counters by `scale`, and as much for each value of their labels."""
     for metric in METRICS:
         if metric.alias_of:
@@ -29,20 +29,20 @@ def count_something(ledger: Ledger, scale: float) -> None:
         for value in metric.values or (("0", "1") if metric.labels else ("",)):
             labels = (value,) if metric.labels else ()
             if metric.kind == "counter":
-                ledger.add(metric.name, scale, *labels)
+                counters.add(metric.name, scale, *labels)
             elif metric.kind == "gauge":
-                ledger.set(metric.name, 10 * scale, *labels)
+                counters.set(metric.name, 10 * scale, *labels)
             else:
-                ledger.observe(metric.name, metric.buckets[3], *labels)
+                counters.observe(metric.name, metric.buckets[3], *labels)
 
 
 class Replica:
     """An exporter whose counters rise ten times a second until it is closed."""
 
     def __init__(self, name: str, folder: Path, scale: float) -> None:
-        self._ledger, self._scale = Ledger(), scale
+        self._counters, self._scale = MetricCounters(), scale
         labels = {"app": "chat", "replica": name, "model": "smol"}
-        self._exporter = Exporter(self._ledger.read, labels, host="127.0.0.1", port=0)
+        self._exporter = Exporter(self._counters.read, labels, host="127.0.0.1", port=0)
         self._target = TargetFile(folder, name)
         self._target.write(f"127.0.0.1:{self._exporter.port}", labels)
         self._over = threading.Event()
@@ -51,7 +51,7 @@ class Replica:
 
     def _count(self) -> None:
         while not self._over.wait(0.1):
-            count_something(self._ledger, self._scale)
+            count_something(self._counters, self._scale)
 
     def close(self) -> None:
         self._over.set()

@@ -21,19 +21,19 @@ from deployments.monitoring.timelines import MAX_STEPS, TimedEngine, Timeline, n
 from deployments.monitoring.tracing import Tracing, make_exporter, trace_request
 from engine.errors import ConfigError, EngineUnavailable, QueueFull
 from engine.messages import Delta, SamplingParams, Submit
-from engine.metrics.counters import Ledger, Readings
+from engine.metrics.counters import MetricCounters, MetricSnapshot
 
 
 def submit(name: str = "r", max_tokens: int = 6) -> Submit:
     return Submit(request_id=name, prompt=(1, 2, 3, 4), sampling=SamplingParams(max_tokens=max_tokens))
 
 
-def run(engine: FakeEngine, *, leave_after: int | None = None, keep: int = 8) -> tuple[Timeline, Readings]:
+def run(engine: FakeEngine, *, leave_after: int | None = None, keep: int = 8) -> tuple[Timeline, MetricSnapshot]:
     """One request; the client leaves after so many messages."""
-    ledger, ended, raised = Ledger(), [], []
+    counters, ended, raised = MetricCounters(), [], []
 
     async def go() -> None:
-        timed = TimedEngine(engine, [ended.append, lambda timeline: count_request(timeline, ledger)], keep=keep)
+        timed = TimedEngine(engine, [ended.append, lambda timeline: count_request(timeline, counters)], keep=keep)
         messages = timed.generate(submit())
         try:
             seen = 0
@@ -48,11 +48,11 @@ def run(engine: FakeEngine, *, leave_after: int | None = None, keep: int = 8) ->
     asyncio.run(go())
     (timeline,) = ended
     assert [str(error) for error in raised] == ([timeline.error] if timeline.error is not None else [])
-    return timeline, ledger.read()
+    return timeline, counters.read()
 
 
 def test_a_request_that_ends_well() -> None:
-    timeline, readings = run(make_engine(max_step=2, step_s=0.002))
+    timeline, snapshot = run(make_engine(max_step=2, step_s=0.002))
     assert timeline.outcome == "length"
     assert timeline.num_tokens == sum(step.num_tokens for step in timeline.steps) == 6
     assert timeline.num_drafted == sum(step.num_drafted for step in timeline.steps)
@@ -62,13 +62,13 @@ def test_a_request_that_ends_well() -> None:
     assert timeline.e2e_s is not None
     assert timeline.ttft_s + sum(timeline.gaps_s) == pytest.approx(timeline.steps[-1].at_s)
     assert 0 < timeline.ttft_s <= timeline.steps[-1].at_s <= timeline.e2e_s
-    assert readings.number("paceline_requests_total", "length") == 1
-    assert readings.number("paceline_prompt_tokens_total") == 4
-    assert readings.number("paceline_generated_tokens_total") == 6
-    assert readings.number("paceline_prefix_cache_hit_tokens_total") == 2
-    assert readings.histograms["paceline_itl_seconds"][()].num == len(timeline.gaps_s)
+    assert snapshot.number("paceline_requests_total", "length") == 1
+    assert snapshot.number("paceline_prompt_tokens_total") == 4
+    assert snapshot.number("paceline_generated_tokens_total") == 6
+    assert snapshot.number("paceline_prefix_cache_hit_tokens_total") == 2
+    assert snapshot.histograms["paceline_itl_seconds"][()].num == len(timeline.gaps_s)
     for name in ("ttft", "e2e", "queue", "tpot"):
-        assert readings.histograms[f"paceline_{name}_seconds"][()].num == 1
+        assert snapshot.histograms[f"paceline_{name}_seconds"][()].num == 1
 
 
 @pytest.mark.parametrize(
@@ -83,10 +83,10 @@ def test_a_request_that_ends_well() -> None:
     ],
 )
 def test_every_end_is_counted_once(engine: FakeEngine, leave_after: int | None, outcome: str) -> None:
-    timeline, readings = run(engine, leave_after=leave_after)
+    timeline, snapshot = run(engine, leave_after=leave_after)
     assert timeline.outcome == outcome
-    ended = sum(readings.numbers.get("paceline_requests_total", {}).values())
-    refused = sum(readings.numbers.get("paceline_rejected_total", {}).values())
+    ended = sum(snapshot.numbers.get("paceline_requests_total", {}).values())
+    refused = sum(snapshot.numbers.get("paceline_rejected_total", {}).values())
     assert (ended, refused) == ((0, 1) if timeline.is_refused else (1, 0))
     assert (timeline.error is None) == (outcome in ("length", "abort"))
 
