@@ -93,15 +93,19 @@ class Committer:
 
 def _stop_token_ids(request: Request) -> Container[int]:
     """What ends it. A grammar always has an end, also for a request without stop tokens of its own."""
-    if request.rules is not None and request.rules.matcher is not None:
-        return request.rules.matcher.stop_token_ids
+    if request.logits_processor is not None and request.logits_processor.matcher is not None:
+        return request.logits_processor.matcher.stop_token_ids
     return request.submit.sampling.stop_token_ids
 
 
 def _ends_too_early(request: Request, token: int) -> bool:
     """Whether this is a stop token where the grammar's text is not complete: nothing else was left to choose."""
-    rules = request.rules
-    if rules is None or rules.matcher is None or token not in rules.matcher.stop_token_ids:
+    logits_processor = request.logits_processor
+    if (
+        logits_processor is None
+        or logits_processor.matcher is None
+        or token not in logits_processor.matcher.stop_token_ids
+    ):
         return False
-    rules.follow(request.tokens)
-    return not rules.matcher.is_complete
+    logits_processor.follow(request.tokens)
+    return not logits_processor.matcher.is_complete

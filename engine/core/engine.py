@@ -24,7 +24,7 @@ from engine.core.verifier import Verifier
 from engine.errors import InvalidRequest
 from engine.messages import Delta, Submit
 from engine.sampling.grammar import Grammars
-from engine.sampling.logits_processor import Rules
+from engine.sampling.logits_processor import LogitsProcessor
 from engine.sampling.penalties import TokenOptions
 
 _IDLE_WAIT_S = 0.2
@@ -167,7 +167,7 @@ class Engine:
     def _add(self, submit: Submit) -> None:
         try:
             options = TokenOptions.of(submit.sampling, len(submit.prompt))
-            rules = Rules.make(options, self._grammars) if options is not None else None
+            logits_processor = LogitsProcessor.make(options, self._grammars) if options is not None else None
         except (ValueError, InvalidRequest) as error:
             self._refuse(submit, str(error))
             return
@@ -178,7 +178,7 @@ class Engine:
             stream_key=secrets.randbits(64) if seed is None else seed & (2**64 - 1),
             tokens=[*submit.prompt, *submit.generated],
             arrival_s=time.monotonic(),
-            rules=rules,
+            logits_processor=logits_processor,
         )
         self._next_key += 1
         self._by_id[submit.request_id] = request

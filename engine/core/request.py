@@ -17,7 +17,7 @@ from engine.messages import FinishReason, Submit, TokenLogprobs
 from engine.sampling.row_sampling import RowSampling
 
 if TYPE_CHECKING:  # A type only. At run time this would import torch, which `autoscale` does without.
-    from engine.sampling.logits_processor import Rules
+    from engine.sampling.logits_processor import LogitsProcessor
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +47,7 @@ class Request:
     """Monotonic time."""
     queue_s: float = 0.0
     """Seconds from arrival to the first step. Written by the scheduler only, once."""
-    rules: Rules | None = None
+    logits_processor: LogitsProcessor | None = None
     """Penalties and grammar; None where all are neutral. Follows `tokens`, never leads them."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of prompt tokens 1.. as far as they have been computed, where asked for. Written by the committer only."""

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from engine.core.acceptance import _compare, _Job, _reject_all, _target_choices, _with_prompt
 from engine.core.packing import Forward, pack_step, prompt_rows
 from engine.core.step import Batch, Draft, RowVerdict, Span, Verdict
-from engine.sampling.logits_processor import Shaper
+from engine.sampling.logits_processor import BatchLogitsProcessor
 from engine.sampling.logprobs import score
 
 
@@ -87,20 +87,20 @@ def accept_or_reject(logits: torch.Tensor, spans: Sequence[Span], draft: Draft) 
 
 def _shape(logits: torch.Tensor, jobs: Sequence[_Job]) -> None:
     """Penalties and grammar at every position, as they would be if the drafts before it stood."""
-    shaper = Shaper()
+    batch_processor = BatchLogitsProcessor()
     for job in jobs:
-        rules = job.span.request.rules
-        if rules is None:
+        logits_processor = job.span.request.logits_processor
+        if logits_processor is None:
             continue
-        rules.follow(job.span.request.tokens)
-        num_tokens = rules.num_tokens
-        shaper.add(job.rows.start, rules)
+        logits_processor.follow(job.span.request.tokens)
+        num_tokens = logits_processor.num_tokens
+        batch_processor.add(job.rows.start, logits_processor)
         for row, token in zip(job.rows[1:], job.drafted.token_ids, strict=True):
-            if not rules.push(token):
+            if not logits_processor.push(token):
                 break  # it will be rejected, so what follows is never reached
-            shaper.add(row, rules)
-        rules.rewind(num_tokens)
-    shaper.apply(logits)
+            batch_processor.add(row, logits_processor)
+        logits_processor.rewind(num_tokens)
+    batch_processor.apply(logits)
 
 
 def _score_prompts(

@@ -41,11 +41,11 @@ class ForcedDrafter:
 
 
 def _foreseen(span: Span) -> tuple[int, ...]:
-    rules = span.request.rules
-    if span.max_lookup_k == 0 or rules is None or rules.matcher is None:
+    logits_processor = span.request.logits_processor
+    if span.max_lookup_k == 0 or logits_processor is None or logits_processor.matcher is None:
         return ()
-    rules.follow(span.request.tokens)
-    return rules.matcher.foreseen(span.max_lookup_k)
+    logits_processor.follow(span.request.tokens)
+    return logits_processor.matcher.foreseen(span.max_lookup_k)
 
 
 class LookupFirst:

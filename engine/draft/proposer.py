@@ -18,7 +18,7 @@ from engine.draft.sequence import Drafting, DraftSequence
 from engine.errors import InvalidRequest
 from engine.sampling.distribution import Purpose, draw, gumbel, most_likely, stream_seed, warp
 from engine.sampling.grammar import Grammars, Matcher
-from engine.sampling.logits_processor import Columns, Rules, Shaper
+from engine.sampling.logits_processor import BatchLogitsProcessor, Columns, LogitsProcessor
 
 
 class DraftModel:
@@ -107,7 +107,7 @@ class DraftModel:
         row = Drafting(place, order, sequence, order.sampling, order.k, unread, places)
         if not self._is_ready(sequence):
             row.k = 0
-            row.reason = "catch_up" if sequence.rules is None else "plan"
+            row.reason = "catch_up" if sequence.logits_processor is None else "plan"
         if not unread or unread[-1] != len(sequence.tokens) - 1:  # no features there: nothing to go on from
             row.k, row.reason = 0, "catch_up"
         return row
@@ -121,7 +121,7 @@ class DraftModel:
         options = sequence.options
         if options is None:
             return True
-        if sequence.rules is None:
+        if sequence.logits_processor is None:
             matcher = None
             if options.grammar is not None:
                 if self._grammars is None:
@@ -130,9 +130,9 @@ class DraftModel:
                 if compiled is None:
                     return False
                 matcher = Matcher(compiled, options.stop_token_ids)
-            sequence.rules = Rules(options, matcher)
-        sequence.rules.follow(sequence.tokens)
-        return sequence.rules.num_tokens == len(sequence.tokens)
+            sequence.logits_processor = LogitsProcessor(options, matcher)
+        sequence.logits_processor.follow(sequence.tokens)
+        return sequence.logits_processor.num_tokens == len(sequence.tokens)
 
     def _follow(self, order: DraftRequestRow) -> DraftSequence | None:
         """The order's sequence with its committed tokens, rolled back to what stays; None when it is not known."""
@@ -198,12 +198,14 @@ class DraftModel:
     def _run_ahead(self, active: list[Drafting], outputs: Outputs | None, probs: torch.Tensor) -> None:
         """Draft one token per row and pass, each row up to its own K or floor."""
         while active and outputs is not None:
-            shaper = Shaper(self._columns)
+            batch_processor = BatchLogitsProcessor(self._columns)
             for index, row in enumerate(active):
-                if row.sequence.rules is not None:
-                    shaper.add(index, row.sequence.rules)
-            shaper.apply(outputs.logits)
-            if shaper.can_exclude_all:  # rows for which the draft knows no token that the rules allow have ended
+                if row.sequence.logits_processor is not None:
+                    batch_processor.add(index, row.sequence.logits_processor)
+            batch_processor.apply(outputs.logits)
+            if (
+                batch_processor.can_exclude_all
+            ):  # rows for which the draft knows no token that the rules allow have ended
                 possible = torch.isfinite(outputs.logits.amax(dim=-1)).tolist()
                 active, outputs = _kept(active, outputs, possible)
             if active:
@@ -243,8 +245,8 @@ class DraftModel:
             row.confidences.append(confidence)
             row.cumulative_confidence *= confidence
             row.sequence.tokens.append(token)
-            rules = row.sequence.rules
-            if rules is not None and (not rules.push(token) or rules.has_ended):
+            logits_processor = row.sequence.logits_processor
+            if logits_processor is not None and (not logits_processor.push(token) or logits_processor.has_ended):
                 row.k = len(row.token_ids)
 
     def _seed(self, row: Drafting) -> int:

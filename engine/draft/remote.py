@@ -178,8 +178,12 @@ class RemoteDrafter:
             reason: KReason | None = None
             if request.key in self._refused:
                 reason = "memory"
-            elif request.key not in self._sent and request.key not in self._unsupported and request.rules is not None:
-                needed = len(encode_options(request.rules.options))
+            elif (
+                request.key not in self._sent
+                and request.key not in self._unsupported
+                and request.logits_processor is not None
+            ):
+                needed = len(encode_options(request.logits_processor.options))
                 if needed > self._max_options:
                     self._unsupported.add(request.key)
                 elif needed > room:
@@ -209,7 +213,9 @@ class RemoteDrafter:
                     k=span.k if caught_up else 0,
                     sampling=request.row_sampling,
                     exit_threshold=span.exit_threshold,
-                    options=request.rules.options if request.rules is not None and start == 0 else None,
+                    options=request.logits_processor.options
+                    if request.logits_processor is not None and start == 0
+                    else None,
                     feature_rows=self._log.rows(request.key, start, len(new_tokens)) if self._log is not None else (),
                 )
             )

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from engine.core.step import KReason
 from engine.draft.messages import DraftRequestRow
-from engine.sampling.logits_processor import Rules
+from engine.sampling.logits_processor import LogitsProcessor
 from engine.sampling.penalties import TokenOptions
 from engine.sampling.row_sampling import RowSampling
 
@@ -34,7 +34,7 @@ class DraftSequence:
     """Of the token in each cell that is computed, ascending."""
     block_ids: list[int] = field(default_factory=list)
     options: TokenOptions | None = None
-    rules: Rules | None = None
+    logits_processor: LogitsProcessor | None = None
     """Of `options`, once its grammar is compiled."""
 
     @property
@@ -62,8 +62,8 @@ class DraftSequence:
                     break
                 stays += 1
             stays = min(stays, start + len(new_tokens) - 1)  # the last token is computed again: its outputs are needed
-        if self.rules is not None:
-            self.rules.rewind(start)
+        if self.logits_processor is not None:
+            self.logits_processor.rewind(start)
         self.tokens[start:] = new_tokens
         del self.positions[bisect_left(self.positions, stays) :]
 

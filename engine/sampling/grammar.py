@@ -65,10 +65,10 @@ def _parse(spec: GrammarSpec) -> xgrammar.Grammar:
         raise ValueError("; ".join(problems[:5]))
     # Canonical spacing: less to say for the model, and more of it can be foreseen.
     grammar = xgrammar.Grammar.from_json_schema(spec.text, any_whitespace=False)
-    rules = str(grammar)
-    if _BOUNDED_CHARACTERS not in rules:
+    logits_processor = str(grammar)
+    if _BOUNDED_CHARACTERS not in logits_processor:
         return grammar
-    return xgrammar.Grammar.from_ebnf(rules.replace(_BOUNDED_CHARACTERS, _JSON_CHARACTERS))
+    return xgrammar.Grammar.from_ebnf(logits_processor.replace(_BOUNDED_CHARACTERS, _JSON_CHARACTERS))
 
 
 def _choice(choices: Any) -> str:

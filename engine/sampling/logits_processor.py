@@ -16,10 +16,10 @@ import torch
 import xgrammar
 
 from engine.sampling.grammar import Grammars, Matcher
-from engine.sampling.penalties import Edits, Penalties, TokenOptions
+from engine.sampling.penalties import LogitEdits, Penalties, TokenOptions
 
 
-class Rules:
+class LogitsProcessor:
     """The rules of one request, at one point of its text.
 
     Args:
@@ -34,7 +34,7 @@ class Rules:
         self.matcher = matcher
 
     @classmethod
-    def make(cls, options: TokenOptions, grammars: Grammars | None) -> Rules:
+    def make(cls, options: TokenOptions, grammars: Grammars | None) -> LogitsProcessor:
         """Compile the grammar, if there is one; see `Grammars.compile` for what that takes and raises."""
         if options.grammar is None or grammars is None:
             return cls(options)
@@ -79,7 +79,7 @@ class Rules:
             if self.matcher is not None and generated:
                 self.matcher.pop()
 
-    def edits(self) -> Edits | None:
+    def edits(self) -> LogitEdits | None:
         """Of single logits at the next position."""
         return self._penalties.edits()
 
@@ -111,7 +111,7 @@ class Columns:
         return np.where(inside, self._of_token[np.where(inside, token_ids, 0)], -1)
 
 
-class Shaper:
+class BatchLogitsProcessor:
     """Collects what the rules ask of single rows, then changes the logits of all of them at once.
 
     Args:
@@ -120,7 +120,7 @@ class Shaper:
 
     def __init__(self, columns: Columns | None = None) -> None:
         self._columns = columns
-        self._edits: list[tuple[int, Edits]] = []
+        self._edits: list[tuple[int, LogitEdits]] = []
         self._forbidden: list[tuple[int, tuple[int, ...]]] = []
         self._masked: list[tuple[int, torch.Tensor]] = []
 
@@ -129,17 +129,17 @@ class Shaper:
         """Whether a row may be left without any possible column."""
         return bool(self._masked or self._forbidden)
 
-    def add(self, row: int, rules: Rules) -> None:
+    def add(self, row: int, logits_processor: LogitsProcessor) -> None:
         """Row `row` of the logits is the position where these rules stand now."""
-        edits = rules.edits()
+        edits = logits_processor.edits()
         if edits is not None:
             self._edits.append((row, edits))
-        if rules.matcher is not None:
-            mask = torch.empty(1, rules.matcher.num_words, dtype=torch.int32)
-            rules.matcher.fill(mask, 0, forbid_stop=rules.forbids_stop)
+        if logits_processor.matcher is not None:
+            mask = torch.empty(1, logits_processor.matcher.num_words, dtype=torch.int32)
+            logits_processor.matcher.fill(mask, 0, forbid_stop=logits_processor.forbids_stop)
             self._masked.append((row, mask))
-        elif rules.forbids_stop:
-            self._forbidden.append((row, rules.stop_token_ids))
+        elif logits_processor.forbids_stop:
+            self._forbidden.append((row, logits_processor.stop_token_ids))
 
     def apply(self, logits: torch.Tensor) -> None:
         """Change the collected rows in place.

@@ -76,7 +76,7 @@ class TokenOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Edits:
+class LogitEdits:
     """New values for some logits of one row: ((logit + bias) over or times divisor) - offset, each array [n]."""
 
     token_ids: npt.NDArray[np.int64]
@@ -112,7 +112,7 @@ class Penalties:
         """Undo a push."""
         self._count(token, -1, generated)
 
-    def edits(self) -> Edits | None:
+    def edits(self) -> LogitEdits | None:
         """For the next position, given all that has been pushed; None when there are none."""
         num = len(self._slots)
         if num == 0:
@@ -121,7 +121,7 @@ class Penalties:
         generated, total = self._generated[:num], self._total[:num]
         offset = options.presence_penalty * (generated > 0) + options.frequency_penalty * generated
         divisor = np.where(total > 0, options.repetition_penalty, 1.0)
-        return Edits(
+        return LogitEdits(
             self._token_ids[:num].copy(), self._bias[:num].copy(), divisor.astype(np.float32), offset.astype(np.float32)
         )
 

@@ -60,7 +60,7 @@ from engine.errors import ConfigError, DraftDown, EngineUnavailable
 from engine.ipc.doorbell import Doorbell
 from engine.ipc.shared_memory import join
 from engine.messages import GrammarKind, GrammarSpec
-from engine.sampling.logits_processor import Rules, Shaper
+from engine.sampling.logits_processor import BatchLogitsProcessor, LogitsProcessor
 from engine.sampling.penalties import TokenOptions
 from engine.sampling.row_sampling import RowSampling
 
@@ -602,10 +602,10 @@ def test_a_scribbled_order_never_harms_the_draft(places: list[tuple[int, bytes]]
         assert all(row.k <= 5 and all(0 <= token < 1000 for token in row.new_tokens) for row in order.rows)
         for options in [row.options for row in order.rows if row.options is not None]:
             # Whatever it says now, shaping by it is harmless.
-            rules = Rules(dataclasses.replace(options, grammar=None))
-            rules.follow((1, 2, 3, 4))
-            shaper = Shaper()
-            shaper.add(0, rules)
+            logits_processor = LogitsProcessor(dataclasses.replace(options, grammar=None))
+            logits_processor.follow((1, 2, 3, 4))
+            shaper = BatchLogitsProcessor()
+            shaper.add(0, logits_processor)
             shaper.apply(torch.zeros(1, 1000))
     draft.close()
     target.close()

@@ -26,7 +26,7 @@ from engine.draft.messages import decode_options, encode_options
 from engine.draft.ngram import NgramDrafter
 from engine.messages import GrammarSpec, SamplingParams, SpeculativeOptions, Submit
 from engine.sampling.distribution import warp
-from engine.sampling.logits_processor import Columns, Rules, Shaper
+from engine.sampling.logits_processor import BatchLogitsProcessor, Columns, LogitsProcessor
 from engine.sampling.penalties import TokenOptions
 from engine.sampling.row_sampling import RowSampling
 
@@ -245,16 +245,16 @@ def test_rules_and_cuts_equal_the_definitions_at_every_drafted_position(
     logits = torch.tensor(ToyModel(vocab_size=VOCAB)._table[: len(drafted) + 1, 0], dtype=torch.float32)
     shaped, half = logits.clone(), logits[:, [5, 2, 6]].clone()
     if options is not None:
-        rules = Rules(options)
-        rules.follow(prompt + generated)
+        logits_processor = LogitsProcessor(options)
+        logits_processor.follow(prompt + generated)
         for some, columns in ((shaped, None), (half, Columns(torch.tensor([5, 2, 6])))):
-            shaper = Shaper(columns)
+            shaper = BatchLogitsProcessor(columns)
             for row, token in enumerate([*drafted, None]):
-                shaper.add(row, rules)
+                shaper.add(row, logits_processor)
                 if token is not None:
-                    rules.push(token)
+                    logits_processor.push(token)
             shaper.apply(some)
-            rules.rewind(len(prompt) + len(generated))
+            logits_processor.rewind(len(prompt) + len(generated))
     assert torch.equal(half, shaped[:, [5, 2, 6]])
     distribution = RowSampling(sampling.temperature, sampling.top_p, 0, 0, False, sampling.top_k, sampling.min_p)
     probs = warp(shaped, [distribution] * len(shaped))
