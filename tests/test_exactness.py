@@ -20,7 +20,7 @@ from statistic import p_value
 from toy_eagle import FeaturedToy, toy_eagle
 
 from engine.core.drafter import Drafter, NoDrafter
-from engine.core.pacing import Choice, SpeculationPlan
+from engine.core.pacing import KChoice, SpeculationPlan
 from engine.core.request import Request
 from engine.core.stats import StepStats
 from engine.core.step import Batch, Draft, DraftRow
@@ -196,7 +196,7 @@ class FloorPacer(RandomPacer):
         super().__init__(seed, max_k)
         self.num_cut = self.num_whole = 0
 
-    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> list[Choice]:
+    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> list[KChoice]:
         choices = super().choose(plan, decodes, num_prefill_rows)
         return [replace(choice, exit_threshold=float(self._random.random())) for choice in choices]
 

@@ -18,7 +18,7 @@ from autoscale.policy.cost_model import BATCH_KNOTS, ROW_KNOTS, CostModel, CostT
 from autoscale.policy.lookup_k import LookupK
 from autoscale.policy.switch import HysteresisSwitch, Mode, SwitchParams
 from engine.config import DRAFT_METHODS, MAX_K
-from engine.core.pacing import NUM_MATCH_CLASSES, Choice, Prior, SpeculationPlan
+from engine.core.pacing import NUM_MATCH_CLASSES, KChoice, Prior, SpeculationPlan
 from engine.core.request import Request
 from engine.core.stats import StepStats
 
@@ -40,11 +40,11 @@ GOOD_DRAFT = 0.9
 """Acceptance at which a load that drafts could pay for would show it."""
 
 
-_OFF = Choice(0, "off")
-_NOT_BELIEVED, _TOO_MANY, _BASELINE = Choice(0, "acceptance"), Choice(0, "batch"), Choice(0, "probe")
-_CHOICES = (_NOT_BELIEVED, *(Choice(k, "plan") for k in range(1, MAX_K + 1)))
+_OFF = KChoice(0, "off")
+_NOT_BELIEVED, _TOO_MANY, _BASELINE = KChoice(0, "acceptance"), KChoice(0, "batch"), KChoice(0, "probe")
+_CHOICES = (_NOT_BELIEVED, *(KChoice(k, "plan") for k in range(1, MAX_K + 1)))
 _NO_LOOKUP = (0,) * NUM_MATCH_CLASSES
-_PROBES = tuple(Choice(k, "probe") for k in range(PROBE_K + 1))
+_PROBES = tuple(KChoice(k, "probe") for k in range(PROBE_K + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +96,12 @@ class Goodput:
         self._prompt_len, self._answer_len = 0.0, FIRST_ANSWER_LEN
         self._price = 0.0
         self._k_by_match: list[tuple[int, ...]] = []
-        self._kept: Sequence[Choice] = ()
+        self._kept: Sequence[KChoice] = ()
         self._kept_plan: SpeculationPlan | None = None
         self._kept_place: tuple[Sequence[int], int] = ((), 0)  # keys of the batch, rows of prompts
         self._kept_steps = 0
-        self._idle: Choice | None = None  # while off: what everybody gets, whoever comes and goes
-        self._made: dict[tuple[int, int], Choice] = {}  # choices at these prices, by id of the bare one and kind
+        self._idle: KChoice | None = None  # while off: what everybody gets, whoever comes and goes
+        self._made: dict[tuple[int, int], KChoice] = {}  # choices at these prices, by id of the bare one and kind
         self._priors: tuple[Prior, ...] = ()
         self._known: dict[int, int] = {}  # request key -> tokens the draft has read
         self._optimist = GOOD_DRAFT ** np.arange(1, max_k + 1)
@@ -113,7 +113,7 @@ class Goodput:
         """Requests something is remembered of."""
         return max(len(self._known), self.acceptance.num_tracked)
 
-    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
+    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[KChoice]:
         width = min(plan.max_k, self._max_k)
         if not decodes or width == 0:
             self.predicted = None
@@ -134,7 +134,7 @@ class Goodput:
 
     def _choose(
         self, plan: SpeculationPlan, decodes: Sequence[Request], keys: list[int], num_prefill_rows: int, width: int
-    ) -> Sequence[Choice]:
+    ) -> Sequence[KChoice]:
         if plan.priors is not self._priors:
             self._priors = plan.priors
             self.acceptance.believe([prior for prior in plan.priors if prior.method == self._method])
@@ -156,7 +156,7 @@ class Goodput:
         self._kept_steps = KEPT_STEPS - 1 if mode in ("on", "off") else 0
         return self._complete_all(bare, self._batch.kind_list)
 
-    def _unless_on(self, mode: Mode, decodes: Sequence[Request], width: int, *, worth_probing: bool) -> list[Choice]:
+    def _unless_on(self, mode: Mode, decodes: Sequence[Request], width: int, *, worth_probing: bool) -> list[KChoice]:
         if mode == "baseline":
             return [_BASELINE] * len(decodes)
         choices = [_NOT_BELIEVED if worth_probing else _TOO_MANY] * len(decodes)
@@ -179,13 +179,13 @@ class Goodput:
             self._k_by_match = self.lookup.ks(tokens_per_s=goodput, row_s=row_s, width=width)
         self._made.clear()
 
-    def _complete_all(self, bare: Sequence[Choice], kinds: Sequence[int]) -> list[Choice]:
+    def _complete_all(self, bare: Sequence[KChoice], kinds: Sequence[int]) -> list[KChoice]:
         made = self._made
         # A bare choice is one of this module's constants, so its id names it for good.
         places = zip(bare, kinds, strict=True)
         return [made.get((id(choice), kind)) or self._complete(choice, kind) for choice, kind in places]
 
-    def _complete(self, bare: Choice, kind: int) -> Choice:
+    def _complete(self, bare: KChoice, kind: int) -> KChoice:
         """With the floor of confidence, and K of drafts that cost nothing but their rows."""
         exit_threshold, k_by_match = 0.0, None
         if bare.k > 1 and self.acceptance.has_confidences:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from engine.config import PolicyName
-from engine.core.pacing import Choice, Pacer, SpeculationPlan
+from engine.core.pacing import KChoice, Pacer, SpeculationPlan
 from engine.core.request import Request
 from engine.core.stats import StepStats
 
@@ -18,9 +18,9 @@ from engine.core.stats import StepStats
 class Off:
     """Never draft."""
 
-    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
+    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[KChoice]:
         del plan, num_prefill_rows
-        return [Choice(0, "off")] * len(decodes)
+        return [KChoice(0, "off")] * len(decodes)
 
     def observe(self, stats: StepStats) -> None:
         """Nothing to learn."""
@@ -30,9 +30,9 @@ class Off:
 class Fixed:
     """The same K always."""
 
-    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
+    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[KChoice]:
         del num_prefill_rows
-        return [Choice(plan.max_k, "plan")] * len(decodes)
+        return [KChoice(plan.max_k, "plan")] * len(decodes)
 
     def observe(self, stats: StepStats) -> None:
         """Nothing to learn."""
@@ -52,13 +52,13 @@ class Threshold:
         self._rung = 0
         self._accepted: deque[float] = deque(maxlen=window)
 
-    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
+    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[KChoice]:
         del num_prefill_rows
         if len(decodes) >= plan.max_batch:
-            return [Choice(0, "batch")] * len(decodes)
+            return [KChoice(0, "batch")] * len(decodes)
         rungs = (plan.max_k, min(2, plan.max_k), min(1, plan.max_k))
         self._climb(rungs)
-        return [Choice(rungs[self._rung], "plan" if self._rung == 0 else "acceptance")] * len(decodes)
+        return [KChoice(rungs[self._rung], "plan" if self._rung == 0 else "acceptance")] * len(decodes)
 
     def observe(self, stats: StepStats) -> None:
         self._accepted.extend(stats.accepted_per_finished)
@@ -91,7 +91,7 @@ class PolicyPacer:
             "goodput": goodput,
         }
 
-    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
+    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[KChoice]:
         policy = plan.policy if plan.enabled else "off"
         return self._policies[policy].choose(plan, decodes, num_prefill_rows)
 

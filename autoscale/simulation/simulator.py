@@ -14,7 +14,7 @@ import numpy as np
 
 from autoscale.policy.allocation import allocate
 from autoscale.policy.cost_model import CostModel, CostTable
-from engine.core.pacing import Choice, Pacer, SpeculationPlan
+from engine.core.pacing import KChoice, Pacer, SpeculationPlan
 from engine.core.request import Request
 from engine.core.stats import RowOutcome, StepStats
 from engine.messages import SamplingParams, Submit
@@ -142,7 +142,7 @@ class Simulation:
         step_id: int,
         live: Sequence[Request],
         truth: dict[int, float],
-        choices: Sequence[Choice],
+        choices: Sequence[KChoice],
         rng: np.random.Generator,
     ) -> StepStats:
         outcomes: list[RowOutcome] = []
@@ -243,16 +243,16 @@ class Oracle:
         self._cost = CostModel(table)
         self._max_k = max_k
 
-    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
+    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[KChoice]:
         """Replaced by `with_truth`."""
         del plan, num_prefill_rows
-        return [Choice(0, "off")] * len(decodes)
+        return [KChoice(0, "off")] * len(decodes)
 
     def observe(self, stats: StepStats) -> None:
         """Nothing left to learn."""
         del stats
 
-    def with_truth(self, plan: SpeculationPlan, live: Sequence[Request], truth: dict[int, float]) -> Sequence[Choice]:
+    def with_truth(self, plan: SpeculationPlan, live: Sequence[Request], truth: dict[int, float]) -> Sequence[KChoice]:
         """The best K for each request."""
         del plan
         powers = np.arange(1.0, self._max_k + 1)
@@ -267,4 +267,4 @@ class Oracle:
             added_s=self._cost.added_rows_s(rows, cumulative_acceptance.size),
             depths=range(1, self._max_k + 1),
         )
-        return [Choice(k, "plan") for k in best.ks.tolist()]
+        return [KChoice(k, "plan") for k in best.ks.tolist()]

@@ -65,7 +65,7 @@ def match_class(match_len: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class KChoice:
     """K for one request in one step, and why."""
 
     k: int
@@ -81,7 +81,7 @@ class Choice:
 class Pacer(Protocol):
     """Chooses K per request and step; a pure function of plan, batch and what it has observed."""
 
-    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[Choice]:
+    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[KChoice]:
         """One choice per request, in order; 0 <= k <= plan.max_k.
 
         Args:

@@ -19,7 +19,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.committer import Committer
 from engine.core.drafter import Drafter
 from engine.core.engine import Engine, Streams
-from engine.core.pacing import Choice, SpeculationPlan
+from engine.core.pacing import KChoice, SpeculationPlan
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.stats import StepStats
@@ -118,8 +118,8 @@ class RandomPacer:
         self._random = np.random.default_rng(seed)
         self._max_k = max_k
 
-    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> list[Choice]:
-        return [Choice(int(k), "plan") for k in self._random.integers(0, self._max_k + 1, size=len(decodes))]
+    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> list[KChoice]:
+        return [KChoice(int(k), "plan") for k in self._random.integers(0, self._max_k + 1, size=len(decodes))]
 
     def observe(self, stats: StepStats) -> None:
         return None
@@ -132,8 +132,8 @@ class FixedPacer:
         self._k = k
         self.stats: list[StepStats] = []
 
-    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> list[Choice]:
-        return [Choice(self._k, "plan")] * len(decodes)
+    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> list[KChoice]:
+        return [KChoice(self._k, "plan")] * len(decodes)
 
     def observe(self, stats: StepStats) -> None:
         self.stats.append(stats)

@@ -17,7 +17,7 @@ from autoscale.policy.goodput import UNMEASURED
 from autoscale.policy.profiling import TableCache, profile_draft, profile_target, still_holds
 from autoscale.simulation.hardware import cpu_table
 from autoscale.simulation.simulator import Simulation, Workload
-from engine.core.pacing import Choice, SpeculationPlan
+from engine.core.pacing import KChoice, SpeculationPlan
 from engine.core.request import Request
 from engine.core.stats import StepStats
 from engine.core.step import ForwardInput
@@ -46,9 +46,9 @@ class Recording:
         self._rng = np.random.default_rng(5)
         self.stats: list[StepStats] = []
 
-    def choose(self, plan: SpeculationPlan, decodes: list[Request], num_prefill_rows: int) -> list[Choice]:
+    def choose(self, plan: SpeculationPlan, decodes: list[Request], num_prefill_rows: int) -> list[KChoice]:
         k = int(self._rng.integers(0, 6))
-        return [Choice(k, "plan")] * len(decodes)
+        return [KChoice(k, "plan")] * len(decodes)
 
     def observe(self, stats: StepStats) -> None:
         self.cost.observe(stats)

@@ -12,7 +12,7 @@ from autoscale.policy.acceptance_rate import Acceptance, kind_of
 from autoscale.policy.goodput import Goodput, make_goodput
 from autoscale.simulation.hardware import cpu_table, h100_llama_70b
 from autoscale.simulation.simulator import Simulation, Workload
-from engine.core.pacing import Choice, SpeculationPlan
+from engine.core.pacing import KChoice, SpeculationPlan
 from engine.core.request import Request
 from engine.core.stats import RowOutcome
 from engine.messages import SamplingParams, Submit
@@ -95,7 +95,7 @@ def test_stopping_early_costs_nothing_where_confidence_tells(hardware, streams: 
 
     class Never(Goodput):
         def _with_floors(self, best, rows):  # type: ignore[no-untyped-def]
-            return [Choice(k, "plan" if k else "acceptance") for k in best.ks.tolist()]
+            return [KChoice(k, "plan" if k else "acceptance") for k in best.ks.tolist()]
 
     table, workload = hardware(), Workload("spread", 0.6, certainty=0.35)
 

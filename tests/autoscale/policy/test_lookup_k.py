@@ -17,7 +17,7 @@ from autoscale.policy.cost_model import ROW_KNOTS, CostModel
 from autoscale.policy.goodput import Goodput, make_goodput
 from autoscale.simulation.hardware import cpu_table
 from engine.core.drafter import NoDrafter
-from engine.core.pacing import MAX_MATCH_LEN, NUM_MATCH_CLASSES, Choice, SpeculationPlan
+from engine.core.pacing import MAX_MATCH_LEN, NUM_MATCH_CLASSES, KChoice, SpeculationPlan
 from engine.core.request import Request
 from engine.core.stats import RowOutcome, StepStats
 from engine.core.step import Batch, Span
@@ -37,7 +37,7 @@ def step_of(*outcomes: RowOutcome) -> StepStats:
     return structs.replace(make_step([], 1), outcomes=outcomes)
 
 
-def taught(model: bool, lookup: bool, batch: int = 4) -> tuple[Goodput, list[Choice]]:
+def taught(model: bool, lookup: bool, batch: int = 4) -> tuple[Goodput, list[KChoice]]:
     """A pacer that has seen drafts of either source all stand or all fall, and what it chooses then."""
     pacer = make_goodput("eagle", MAX_K, cpu_table(), lookup=True)
     requests = [request(key) for key in range(batch)]
@@ -133,7 +133,7 @@ def test_free_drafts_teach_the_cost_model_rows_but_no_passes() -> None:
 class TwoKs(RandomPacer):
     """Random K and free K, independent of each other."""
 
-    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> list[Choice]:
+    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> list[KChoice]:
         choices = super().choose(plan, decodes, num_prefill_rows)
         return [
             replace(choice, k_by_match=tuple(self._random.integers(0, 5, NUM_MATCH_CLASSES).tolist()))

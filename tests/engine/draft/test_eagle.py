@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from reference import generate
 from toy_eagle import FeaturedToy, toy_eagle
 
-from engine.core.pacing import Choice, SpeculationPlan
+from engine.core.pacing import KChoice, SpeculationPlan
 from engine.core.request import Request
 from engine.core.step import Span
 from engine.draft.feature_log import FeatureLog
@@ -108,7 +108,7 @@ class Scripted(FixedPacer):
         super().__init__(3)
         self._pauses = pauses
 
-    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> list[Choice]:
+    def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> list[KChoice]:
         paused = any(len(self.stats) in pause for pause in self._pauses)
         self._k = 0 if paused else 3
         return super().choose(plan, decodes, num_prefill_rows)
