@@ -9,7 +9,7 @@ from typing import Any
 
 from deployments.errors import DeadlineExceeded
 from deployments.http.connection import cancel
-from deployments.openai.responses import Piece
+from deployments.openai.responses import TextDelta
 
 
 def _nothing() -> None:
@@ -17,8 +17,8 @@ def _nothing() -> None:
 
 
 async def until(
-    pieces: AsyncGenerator[Piece, None], *, timeout_s: float, at_end: Callable[[], None] = _nothing
-) -> AsyncGenerator[Piece, None]:
+    pieces: AsyncGenerator[TextDelta, None], *, timeout_s: float, at_end: Callable[[], None] = _nothing
+) -> AsyncGenerator[TextDelta, None]:
     """Hand on what comes within `timeout_s` seconds from the first call on.
 
     Args:
@@ -59,7 +59,7 @@ class _Clock:
         if self._waiting is not None:
             self._waiting.cancel()
 
-    async def watch(self, pieces: AsyncGenerator[Piece, None]) -> Piece:
+    async def watch(self, pieces: AsyncGenerator[TextDelta, None]) -> TextDelta:
         """The next piece. Raises TimeoutError when time is over before it comes, StopAsyncIteration at the end."""
         task = asyncio.current_task()
         if self._is_over or task is None:
@@ -80,19 +80,19 @@ BUFFERED_PER_SOURCE = 2
 """Pieces that may wait for the reader."""
 
 
-async def merge(sources: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
+async def merge_streams(sources: Sequence[AsyncGenerator[TextDelta, None]]) -> AsyncGenerator[TextDelta, None]:
     """Pieces of all sources as they come; ends when all have ended, and closes them all in any case.
 
     Raises:
         Exception: what a source raised; the others are cancelled first.
     """
-    queue: asyncio.Queue[Piece | _Ended] = asyncio.Queue(BUFFERED_PER_SOURCE * len(sources))
+    queue: asyncio.Queue[TextDelta | _Ended] = asyncio.Queue(BUFFERED_PER_SOURCE * len(sources))
     pumps = [asyncio.ensure_future(_pump(source, queue)) for source in sources]
     num_running = len(pumps)
     try:
         while num_running:
             item = await queue.get()
-            if isinstance(item, Piece):
+            if isinstance(item, TextDelta):
                 yield item
                 continue
             if item.error is not None:
@@ -111,7 +111,7 @@ class _Ended:
     error: Exception | None = None
 
 
-async def _pump(source: AsyncGenerator[Piece, None], queue: asyncio.Queue[Piece | _Ended]) -> None:
+async def _pump(source: AsyncGenerator[TextDelta, None], queue: asyncio.Queue[TextDelta | _Ended]) -> None:
     try:
         async for piece in source:
             await queue.put(piece)

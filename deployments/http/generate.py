@@ -24,7 +24,7 @@ from starlette.responses import Response
 
 from deployments.errors import ModelNotFound, from_validation
 from deployments.http.admission import ANONYMOUS, Client, choose_priority
-from deployments.http.answer_streams import merge, until
+from deployments.http.answer_streams import merge_streams, until
 from deployments.http.connection import read_body, while_connected
 from deployments.http.dependencies import ApiDependencies, RunningId
 from deployments.http.sse import EventStreamResponse, event_bytes
@@ -32,7 +32,7 @@ from deployments.openai.choice_stream import make_choice, read_pieces
 from deployments.openai.engine_requests import make_submits
 from deployments.openai.requests import ChatBody, CompletionBody, ModelBody
 from deployments.openai.response_writer import AnswerWriter, ChatFormat, CompletionFormat, join
-from deployments.openai.responses import Piece
+from deployments.openai.responses import TextDelta
 from engine.messages import Submit
 
 B = TypeVar("B", bound=ModelBody)
@@ -122,7 +122,7 @@ def _claim(request_id: str, dependencies: ApiDependencies, held: ExitStack) -> R
 
 def _run(
     body: ChatBody | CompletionBody, submits: Sequence[Submit], held: ExitStack, dependencies: ApiDependencies
-) -> AsyncGenerator[Piece, None]:
+) -> AsyncGenerator[TextDelta, None]:
     """The pieces of all answers; what the request holds is free again when they end."""
     client = dependencies.client_provider()
     sources = []
@@ -130,18 +130,18 @@ def _run(
         choice = make_choice(body, submit, index, dependencies.codec)
         sources.append(read_pieces(client.generate(submit), choice))
     return until(
-        sources[0] if len(sources) == 1 else merge(sources),
+        sources[0] if len(sources) == 1 else merge_streams(sources),
         timeout_s=min(body.timeout or math.inf, dependencies.timeout_s),
         at_end=held.close,
     )
 
 
-async def _take(pieces: AsyncGenerator[Piece, None]) -> Piece:
+async def _take(pieces: AsyncGenerator[TextDelta, None]) -> TextDelta:
     return await anext(pieces)
 
 
-async def _collect(pieces: AsyncGenerator[Piece, None], writer: AnswerWriter) -> bytes:
-    choices: list[list[Piece]] = [[] for _ in range(writer.num_choices)]
+async def _collect(pieces: AsyncGenerator[TextDelta, None], writer: AnswerWriter) -> bytes:
+    choices: list[list[TextDelta]] = [[] for _ in range(writer.num_choices)]
     try:
         async for piece in pieces:
             choices[piece.index].append(piece)

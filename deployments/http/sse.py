@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from deployments.errors import to_http
 from deployments.http.connection import cancel, until_disconnect
 from deployments.openai.response_writer import AnswerWriter
-from deployments.openai.responses import Piece
+from deployments.openai.responses import TextDelta
 from engine.errors import PacelineError
 
 logger = logging.getLogger(__name__)
@@ -31,8 +31,8 @@ def frame(data: bytes) -> bytes:
 
 
 async def event_bytes(
-    first: Piece,
-    pieces: AsyncGenerator[Piece, None],
+    first: TextDelta,
+    pieces: AsyncGenerator[TextDelta, None],
     writer: AnswerWriter,
     *,
     includes_usage: bool,
@@ -49,7 +49,7 @@ async def event_bytes(
     """
     piece = first
     begun: set[int] = set()
-    lasts: dict[int, Piece] = {}
+    lasts: dict[int, TextDelta] = {}
     try:
         while True:
             if includes_silent or not piece.is_silent:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from deployments.openai.detokenizer import Detokenizer, TextStream
 from deployments.openai.logprobs import TokenRecord
 from deployments.openai.requests import ChatBody, CompletionBody
-from deployments.openai.responses import FinishReason, Piece, StepTrace
+from deployments.openai.responses import FinishReason, StepTrace, TextDelta
 from deployments.openai.tokenizer import TextCodec
 from deployments.openai.tools import FoundCall, ToolCallParser, make_parser
 from engine.errors import EngineError, EngineUnavailable
@@ -101,41 +101,41 @@ class ChoiceStream:
         self._takes_single_tokens = by_token or has_logprobs or has_trace or parser is not None
         self._is_text_only = has_answer and echo is None and not self._takes_single_tokens
 
-    def push(self, delta: Delta) -> list[Piece]:
+    def push(self, delta: Delta) -> list[TextDelta]:
         """Pieces of one delta, in order; the last one of the answer has `finish_reason`, and nothing follows it."""
         if self._is_text_only and delta.finish_reason is None:
             return [self._text_piece(delta)]
-        gathered = self._show_echo(delta)
+        pending = self._show_echo(delta)
         if not self._has_answer:
             self._reason = "length"
-            return [self._piece(gathered, delta)]
+            return [self._piece(pending, delta)]
         ids = delta.token_ids
         groups = [ids[i : i + 1] for i in range(len(ids))] if self._takes_single_tokens and ids else [ids]
-        pieces: list[Piece] = []
+        pieces: list[TextDelta] = []
         texts: list[str] = []
         self._num_steps += 1
         for number, group in enumerate(groups):
             is_end = number == len(groups) - 1 and delta.finish_reason is not None
             logprobs = delta.logprobs[number] if self._has_logprobs and group and delta.logprobs else None
-            num_shown = len(gathered.text)
-            self._add(gathered, group, logprobs, delta.finish_reason if is_end else None)
+            num_shown = len(pending.text)
+            self._add(pending, group, logprobs, delta.finish_reason if is_end else None)
             if self._has_trace:
-                texts += [gathered.text[num_shown:]] * bool(group)
-                gathered.trace = _trace(delta, self._num_steps, texts)
+                texts += [pending.text[num_shown:]] * bool(group)
+                pending.trace = _trace(delta, self._num_steps, texts)
             if self._by_token or self._reason is not None:
-                pieces.append(self._piece(gathered, delta))
-                gathered = _Gathered()
+                pieces.append(self._piece(pending, delta))
+                pending = _Gathered()
             if self._reason is not None:
                 return pieces
-        return pieces if self._by_token else [self._piece(gathered, delta)]
+        return pieces if self._by_token else [self._piece(pending, delta)]
 
-    def _text_piece(self, delta: Delta) -> Piece:
+    def _text_piece(self, delta: Delta) -> TextDelta:
         """What most deltas come to, at half the cost: nothing to record or to parse, no end but a stop string."""
         shown = self._text.push(delta.token_ids, is_last=False)
         self._num_completion += shown.num_tokens
         if shown.is_stopped:
             self._reason = "stop"
-        return Piece(
+        return TextDelta(
             shown.text,
             self._reason,
             self._num_completion,
@@ -154,11 +154,11 @@ class ChoiceStream:
         return _Gathered(text, records)
 
     def _add(
-        self, gathered: _Gathered, ids: tuple[int, ...], logprobs: TokenLogprobs | None, finish_reason: str | None
+        self, pending: _Gathered, ids: tuple[int, ...], logprobs: TokenLogprobs | None, finish_reason: str | None
     ) -> None:
         """Pass some tokens through; `_reason` says whether the answer ends with them."""
         if logprobs is not None:
-            gathered.records += (TokenRecord(ids[0], self._num_echoed + self._text.num_decoded, logprobs),)
+            pending.records += (TokenRecord(ids[0], self._num_echoed + self._text.num_decoded, logprobs),)
         is_hidden_stop = finish_reason == "stop" and bool(ids) and ids[-1] in self._hidden_stops
         piece = self._text.push(ids[:-1] if is_hidden_stop else ids, is_last=finish_reason is not None)
         self._num_completion += piece.num_tokens + (is_hidden_stop and not piece.is_stopped)
@@ -172,25 +172,25 @@ class ChoiceStream:
             elif is_over:
                 parsed = self._parser.finish()
                 text, calls = text + parsed.text, calls + parsed.calls
-            gathered.calls += calls
-        gathered.text += text
+            pending.calls += calls
+        pending.text += text
         if is_over:
             stopped = piece.is_stopped or finish_reason == "stop"
             called = stopped and self._parser is not None and self._parser.num_calls > 0
             self._reason = "tool_calls" if called else "stop" if stopped else "length"
 
-    def _piece(self, gathered: _Gathered, delta: Delta) -> Piece:
-        return Piece(
-            text=gathered.text,
+    def _piece(self, pending: _Gathered, delta: Delta) -> TextDelta:
+        return TextDelta(
+            text=pending.text,
             finish_reason=self._reason,
             num_completion=self._num_completion,
             num_cached=delta.num_cached,
             num_drafted=delta.num_drafted,
             num_accepted=delta.num_accepted,
             index=self._index,
-            records=gathered.records,
-            calls=gathered.calls,
-            trace=gathered.trace,
+            records=pending.records,
+            calls=pending.calls,
+            trace=pending.trace,
         )
 
 
@@ -223,7 +223,7 @@ def make_choice(body: ChatBody | CompletionBody, submit: Submit, index: int, cod
     )
 
 
-async def read_pieces(deltas: AsyncGenerator[Delta, None], choice: ChoiceStream) -> AsyncGenerator[Piece, None]:
+async def read_pieces(deltas: AsyncGenerator[Delta, None], choice: ChoiceStream) -> AsyncGenerator[TextDelta, None]:
     """The pieces of one answer, the last with `finish_reason`; ends, is closed or is cancelled with `deltas`.
 
     A stop string closes `deltas` before the last piece is handed on, so a slow client never keeps the engine busy.

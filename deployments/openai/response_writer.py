@@ -25,10 +25,10 @@ from deployments.openai.responses import (
     CompletedCall,
     CompletionChoice,
     CompletionTokensDetails,
-    Piece,
     PromptTokensDetails,
     SpeculativeUsage,
     StepTrace,
+    TextDelta,
     Usage,
 )
 from deployments.openai.tools import FoundCall
@@ -44,11 +44,11 @@ class AnswerFormat(Protocol):
     object: str
     chunk_object: str
 
-    def choice(self, whole: Piece) -> Any:
+    def choice(self, whole: TextDelta) -> Any:
         """A finished choice, from one piece that holds all of it."""
         ...
 
-    def chunk_choice(self, piece: Piece, *, is_first: bool) -> Any:
+    def chunk_choice(self, piece: TextDelta, *, is_first: bool) -> Any:
         """What a piece adds to a choice."""
         ...
 
@@ -69,12 +69,12 @@ class ChatFormat:
         self._name_of = name_of
         self._num_top = num_top
 
-    def choice(self, whole: Piece) -> ChatChoice:
+    def choice(self, whole: TextDelta) -> ChatChoice:
         calls = tuple(CompletedCall(call.id, _function(call)) for call in whole.calls)
         message = ChatMessage(whole.text or None if calls else whole.text, tool_calls=calls or UNSET)
         return ChatChoice(message, whole.finish_reason or "stop", whole.index, self._logprobs(whole))
 
-    def chunk_choice(self, piece: Piece, *, is_first: bool) -> ChatChunkChoice:
+    def chunk_choice(self, piece: TextDelta, *, is_first: bool) -> ChatChunkChoice:
         calls = tuple(CallDelta(call.number, call.id, _function(call)) for call in piece.calls)
         delta = ChatDelta(
             role="assistant" if is_first else UNSET,
@@ -83,7 +83,7 @@ class ChatFormat:
         )
         return ChatChunkChoice(delta, piece.finish_reason, piece.index, self._logprobs(piece))
 
-    def _logprobs(self, piece: Piece) -> Any:
+    def _logprobs(self, piece: TextDelta) -> Any:
         if not piece.records or self._name_of is None:
             return None
         return chat_logprobs(piece.records, self._name_of, self._num_top)
@@ -100,10 +100,10 @@ class CompletionFormat:
         self._name_of = name_of
         self._num_top = num_top
 
-    def choice(self, whole: Piece) -> CompletionChoice:
+    def choice(self, whole: TextDelta) -> CompletionChoice:
         return self.chunk_choice(whole, is_first=True)
 
-    def chunk_choice(self, piece: Piece, *, is_first: bool) -> CompletionChoice:
+    def chunk_choice(self, piece: TextDelta, *, is_first: bool) -> CompletionChoice:
         del is_first  # Only chat has a role to announce.
         logprobs = None
         if piece.records and self._name_of is not None:
@@ -115,10 +115,10 @@ def _function(call: FoundCall) -> CalledFunction:
     return CalledFunction(call.name, call.arguments)
 
 
-def join(pieces: Sequence[Piece]) -> Piece:
+def join(pieces: Sequence[TextDelta]) -> TextDelta:
     """All pieces of one finished choice as one."""
     last = pieces[-1]
-    return Piece(
+    return TextDelta(
         text="".join(piece.text for piece in pieces),
         finish_reason=last.finish_reason,
         num_completion=last.num_completion,
@@ -166,7 +166,7 @@ class AnswerWriter:
         self._encoder = msgspec.json.Encoder()
         self._templates: dict[tuple[int, bool], list[bytes]] = {}
 
-    def whole(self, wholes: Sequence[Piece]) -> bytes:
+    def whole(self, wholes: Sequence[TextDelta]) -> bytes:
         """The response.
 
         Args:
@@ -174,7 +174,7 @@ class AnswerWriter:
         """
         return self._encode(self._format.object, tuple(map(self._format.choice, wholes)), self._usage(wholes))
 
-    def chunk(self, piece: Piece, *, is_first: bool, includes_usage: bool) -> bytes:
+    def chunk(self, piece: TextDelta, *, is_first: bool, includes_usage: bool) -> bytes:
         """One chunk; `usage` is null where the client will get it in a chunk of its own."""
         if piece.is_plain and not is_first:
             before, after = self._template(piece.index, includes_usage=includes_usage)
@@ -185,17 +185,17 @@ class AnswerWriter:
         """What stands before and after the text in a chunk that holds nothing else, and is the same in all of them."""
         template = self._templates.get((index, includes_usage))
         if template is None:
-            marked = Piece(TEXT_MARK, None, 0, 0, 0, 0, index=index)
+            marked = TextDelta(TEXT_MARK, None, 0, 0, 0, 0, index=index)
             chunk = self._whole_chunk(marked, is_first=False, includes_usage=includes_usage)
             template = self._templates[index, includes_usage] = chunk.split(self._encoder.encode(TEXT_MARK))
         return template
 
-    def _whole_chunk(self, piece: Piece, *, is_first: bool, includes_usage: bool) -> bytes:
+    def _whole_chunk(self, piece: TextDelta, *, is_first: bool, includes_usage: bool) -> bytes:
         choice = self._format.chunk_choice(piece, is_first=is_first)
         usage = None if includes_usage else UNSET
         return self._encode(self._format.chunk_object, (choice,), usage, piece.trace or UNSET)
 
-    def usage_chunk(self, lasts: Sequence[Piece]) -> bytes:
+    def usage_chunk(self, lasts: Sequence[TextDelta]) -> bytes:
         """The chunk after all others.
 
         Args:
@@ -203,7 +203,7 @@ class AnswerWriter:
         """
         return self._encode(self._format.chunk_object, (), self._usage(lasts))
 
-    def _usage(self, lasts: Sequence[Piece]) -> Usage:
+    def _usage(self, lasts: Sequence[TextDelta]) -> Usage:
         """Sums; of the choices that share a prompt only the first says what of it was cached."""
         num_completion = sum(last.num_completion for last in lasts)
         num_drafted = sum(last.num_drafted for last in lasts)

@@ -32,7 +32,7 @@ class StepTrace(Struct, frozen=True):
     """What each token made visible; joined, the text of the chunk. A token that completes nothing has an empty one."""
 
 
-class Piece(Struct, frozen=True):
+class TextDelta(Struct, frozen=True):
     """What one step (or one token) added to an answer, and totals of that answer so far."""
 
     text: str

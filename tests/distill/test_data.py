@@ -12,7 +12,7 @@ from distill_fakes import STOP, VOCAB, jobs, open_model, open_target, write_shar
 from hypothesis import given
 from hypothesis import strategies as st
 from native_library import needs_library
-from tiny_models import Piece, plan_of, write_model
+from tiny_models import TextDelta, plan_of, write_model
 
 from distill.data import (
     Document,
@@ -84,7 +84,7 @@ def test_generator_keeps_what_serving_computes(tmp_path: Path) -> None:
     assert len(documents) == 7
     for doc in documents:
         ids, runner = doc.tokens.tolist(), ModelRunner(model, num_blocks=8, block_size=16)
-        logits = runner.forward(plan_of([Piece(ids, 0, len(ids), range(1, 8))], block_size=16))
+        logits = runner.forward(plan_of([TextDelta(ids, 0, len(ids), range(1, 8))], block_size=16))
         assert logits is not None
         assert runner.features is not None
         np.testing.assert_array_equal(doc.features, runner.features.view(len(ids), 2, 96).view(torch.uint16).numpy())

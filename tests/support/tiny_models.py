@@ -85,7 +85,7 @@ def reference_logits(folder: Path, prompts: Sequence[Sequence[int]]) -> list[tor
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextDelta:
     """Rows [start, stop) of a sequence whose KV lies in the given blocks."""
 
     tokens: Sequence[int]
@@ -94,7 +94,7 @@ class Piece:
     blocks: Sequence[int]
 
 
-def plan_of(pieces: Sequence[Piece], *, block_size: int) -> ForwardInput:
+def plan_of(pieces: Sequence[TextDelta], *, block_size: int) -> ForwardInput:
     """One forward over pieces, with the logits of all rows."""
     width = max(len(piece.blocks) for piece in pieces)
     tables = np.zeros((len(pieces), width), dtype=np.int32)
@@ -132,7 +132,7 @@ def run_cuts(runner: ModelRunner, prompts: list[list[int]], cuts: list[list[int]
     starts = [0] * len(prompts)
     for step in range(max(len(cut) for cut in cuts)):
         members = [index for index, cut in enumerate(cuts) if step < len(cut)]
-        pieces = [Piece(prompts[i], starts[i], starts[i] + cuts[i][step], blocks[i]) for i in members]
+        pieces = [TextDelta(prompts[i], starts[i], starts[i] + cuts[i][step], blocks[i]) for i in members]
         logits = runner.forward(plan_of(pieces, block_size=runner.block_size))
         assert logits is not None
         for index, part in zip(members, logits.split([cuts[i][step] for i in members]), strict=True):

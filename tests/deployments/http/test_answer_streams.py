@@ -9,7 +9,7 @@ import pytest
 
 from deployments.errors import DeadlineExceeded
 from deployments.http.answer_streams import until
-from deployments.openai.responses import Piece
+from deployments.openai.responses import TextDelta
 
 
 class Source:
@@ -20,11 +20,11 @@ class Source:
         self._interval_s = interval_s
         self.is_closed = False
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
+    async def pieces(self) -> AsyncGenerator[TextDelta, None]:
         try:
             for number in range(self._num_pieces):
                 await asyncio.sleep(self._interval_s)
-                yield Piece(str(number), None, number, 0, 0, 0)
+                yield TextDelta(str(number), None, number, 0, 0, 0)
         finally:
             self.is_closed = True
 

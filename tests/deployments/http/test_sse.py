@@ -11,22 +11,22 @@ import pytest
 
 from deployments.http.sse import EventStreamResponse, event_bytes
 from deployments.openai.response_writer import TEXT_MARK, AnswerWriter, ChatFormat, CompletionFormat
-from deployments.openai.responses import Piece
+from deployments.openai.responses import TextDelta
 from engine.errors import EngineUnavailable
 
 
-def piece(text: str, *, finish_reason: str | None = None, num_completion: int = 1) -> Piece:
-    return Piece(text, finish_reason, num_completion, num_cached=2, num_drafted=5, num_accepted=3)
+def piece(text: str, *, finish_reason: str | None = None, num_completion: int = 1) -> TextDelta:
+    return TextDelta(text, finish_reason, num_completion, num_cached=2, num_drafted=5, num_accepted=3)
 
 
 class Source:
     """Pieces, then an error if there is one; remembers whether it was closed."""
 
-    def __init__(self, *pieces: Piece, error: Exception | None = None, is_endless: bool = False) -> None:
+    def __init__(self, *pieces: TextDelta, error: Exception | None = None, is_endless: bool = False) -> None:
         self.is_closed = False
         self._pieces, self._error, self._is_endless = pieces, error, is_endless
 
-    async def run(self) -> AsyncGenerator[Piece, None]:
+    async def run(self) -> AsyncGenerator[TextDelta, None]:
         try:
             for item in self._pieces:
                 yield item
@@ -216,7 +216,7 @@ def test_a_chunk_of_text_is_what_the_encoder_would_have_made_of_it(
     fast, slow = writer(answer_format), writer(answer_format)
     for index in range(3):
         for text in ("a", ' "quoted" \\ and\n', "naïve 🙂", "\x00\x1f\u2028", "</script>", TEXT_MARK):
-            whole = Piece(text, None, 4, 1, 2, 1, index=index)
+            whole = TextDelta(text, None, 4, 1, 2, 1, index=index)
             assert fast.chunk(whole, is_first=False, includes_usage=includes_usage) == slow._whole_chunk(
                 whole, is_first=False, includes_usage=includes_usage
             )

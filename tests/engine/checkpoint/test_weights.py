@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import VOCAB, Piece, plan_of, write_model
+from tiny_models import VOCAB, TextDelta, plan_of, write_model
 
 from engine.checkpoint.model_config import SHARED_EMBEDDING
 from engine.checkpoint.weights import ShardSpec, WeightFiles
@@ -130,7 +130,7 @@ def test_a_draft_shares_the_embedding_and_scores_some_tokens(original: Path, tmp
     vocab = torch.tensor([50, 3, 96, 10])
     head = load_file(original / "model.safetensors")["lm_head.weight"][vocab].contiguous()
     folder = draft_of(original, tmp_path / "draft", vocab, head)
-    plan = plan_of([Piece([1, 2, 3, 4, 5], 0, 5, [1, 0])], block_size=4)
+    plan = plan_of([TextDelta([1, 2, 3, 4, 5], 0, 5, [1, 0])], block_size=4)
     draft = load_model(folder, target_folder=original, dtype=torch.float32)
     target = load_model(original, dtype=torch.float32)
     assert draft.draft_vocab is not None

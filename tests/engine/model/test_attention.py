@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import Piece, plan_of, scattered_blocks
+from tiny_models import TextDelta, plan_of, scattered_blocks
 
 from engine.errors import ConfigError
 from engine.model.attention import ReferenceAttention, make_attention
@@ -42,7 +42,7 @@ def both(
     num_blocks = sum(-(-total // block_size) for total in totals) + 3
     blocks = scattered_blocks(totals, num_blocks=num_blocks, block_size=block_size)
     pieces = [
-        Piece(range(total), context, total, owned)
+        TextDelta(range(total), context, total, owned)
         for (_, context), total, owned in zip(spans, totals, blocks, strict=True)
     ]
     forward_input = plan_of(pieces, block_size=block_size)
@@ -93,7 +93,7 @@ def test_a_long_context_does_not_pad_the_short_ones() -> None:
     attention = PaddedAttention(group_size=3, dtype=torch.float32, device=CPU)
     lengths = [20, 5000, 30, 25, 4000]
     blocks = scattered_blocks(lengths, num_blocks=600, block_size=16)
-    pieces = [Piece(range(n), n - 1, n, owned) for n, owned in zip(lengths, blocks, strict=True)]
+    pieces = [TextDelta(range(n), n - 1, n, owned) for n, owned in zip(lengths, blocks, strict=True)]
     groups = attention.prepare(plan_of(pieces, block_size=16), block_size=16)
     assert sorted(group.kv_len for group in groups) == [30, 5000]
     gathered = sum(group.blocks.numel() * 16 for group in groups)
@@ -110,7 +110,7 @@ def test_plans_of_numpy_views_are_taken() -> None:
     from msgspec.structs import replace
 
     attention = PaddedAttention(group_size=1, dtype=torch.float32, device=CPU)
-    forward_input = plan_of([Piece(range(9), 8, 9, [2, 0, 1])], block_size=4)
+    forward_input = plan_of([TextDelta(range(9), 8, 9, [2, 0, 1])], block_size=4)
     wide = np.zeros((1, 50), dtype=np.int32)
     wide[:, :3] = forward_input.block_tables
     groups = attention.prepare(replace(forward_input, block_tables=wide[:, :20]), block_size=4)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from shard_children import collective_values, logits_of_models, lose_a_peer, run_ranks
-from tiny_models import VOCAB, Piece, plan_of, write_model
+from tiny_models import VOCAB, TextDelta, plan_of, write_model
 
 from engine.checkpoint.store import resolve_model
 from engine.checkpoint.weights import ShardSpec
@@ -32,8 +32,8 @@ def plans_for(vocab: int) -> list[ForwardInput]:
     first, second = ([rng.randrange(vocab) for _ in range(40)] for _ in range(2))
     blocks = [[7, 3, 9, 1, 5], [0, 2, 4, 6, 8]]
     steps = [
-        [Piece(first, 0, 30, blocks[0]), Piece(second, 0, 12, blocks[1])],
-        [Piece(first, 30, 31, blocks[0]), Piece(second, 12, 18, blocks[1])],
+        [TextDelta(first, 0, 30, blocks[0]), TextDelta(second, 0, 12, blocks[1])],
+        [TextDelta(first, 30, 31, blocks[0]), TextDelta(second, 12, 18, blocks[1])],
     ]
     return [plan_of(step, block_size=BLOCK_SIZE) for step in steps]
 
