@@ -84,7 +84,7 @@ class CostModel:
         self._verify, self._pass = curves[0], curves[1]
         self._handoff_s = table.handoff_s
         self._overhead_s = table.overhead_s
-        self._judge_s = table.sample_row_s
+        self._sample_row_s = table.sample_row_s
 
     def verify_s(self, rows: float, context: float) -> float:
         """Target forward over `rows` rows with `context` cached tokens in all."""
@@ -92,7 +92,7 @@ class CostModel:
 
     def added_rows_s(self, rows: int, count: int) -> npt.NDArray[np.float64]:
         """[count + 1] what n more drafted rows than `rows` cost, seconds, from n = 0 on."""
-        return self._verify.added(rows, count) + self._judge_s * np.arange(count + 1)
+        return self._verify.added(rows, count) + self._sample_row_s * np.arange(count + 1)
 
     def row_s(self, rows: int, over: int) -> float:
         """One more drafted row than `rows`, the mean over so many more."""
@@ -131,7 +131,7 @@ class CostModel:
     ) -> float:
         """A whole step; no draft when `depth` is 0. Of its rows, those of prompts are not judged."""
         drafting = self.draft_s(batch, depth, feed) if depth > 0 or feed > 0 else 0.0
-        judging = self._judge_s * (rows - num_prompt_rows)
+        judging = self._sample_row_s * (rows - num_prompt_rows)
         return self._overhead_s + self.verify_s(rows, context) + judging + drafting
 
     def observe(self, stats: StepStats) -> None:
@@ -145,9 +145,9 @@ class CostModel:
         if stats.step_s > 0:
             self._errors.append(abs(predicted - stats.step_s) / stats.step_s)
         self._learn_verify(stats)
-        judged = stats.num_rows - prompts
-        if judged > 0:
-            self._judge_s = self._corrected("judge", self._judge_s, stats.sample_s / judged)
+        num_sampled = stats.num_rows - prompts
+        if num_sampled > 0:
+            self._sample_row_s = self._corrected("sample", self._sample_row_s, stats.sample_s / num_sampled)
         rest = stats.step_s - stats.verify_s - stats.sample_s - stats.draft_s
         if depth > 0 or stats.num_caught_up > 0:
             self._pass.learn(max(1, batch), stats.draft_s, num_units=stats.num_caught_up, times=depth)
@@ -189,7 +189,7 @@ class CostModel:
             self.catch_up_s,
             self._handoff_s,
             self._overhead_s,
-            self._judge_s,
+            self._sample_row_s,
         )
 
     def _corrected(self, name: str, value: float, seen: float) -> float:

@@ -316,6 +316,6 @@ def make_goodput(method: str, max_k: int, table: CostTable = UNMEASURED, *, look
         table: costs measured at start.
         lookup: whether prompt lookup is asked before a model.
     """
-    lookup = LookupK(max_k) if method in DRAFT_METHODS and lookup else None
+    lookup_k = LookupK(max_k) if method in DRAFT_METHODS and lookup else None
     cost = CostModel(table, measured=table is not UNMEASURED)
-    return Goodput(cost, Acceptance(max_k, PRIORS[method]), max_k=max_k, method=method, lookup=lookup)
+    return Goodput(cost, Acceptance(max_k, PRIORS[method]), max_k=max_k, method=method, lookup=lookup_k)

@@ -36,7 +36,7 @@ MOST_LOGITS = 128
 SPOT_ROWS = (1, 16)
 SPOT_LIMIT = 1.3
 """A kept table is measured anew when a forward takes this many times longer or shorter than it says."""
-VERSION = 4
+VERSION = 5
 _PROFILE_KEY = 1 << 62
 """Above every request's key."""
 

@@ -58,15 +58,19 @@ class DraftRequestRow:
         if self.start < 0 or self.k < 0 or not 0 <= sampling.stream_key < 2**64:
             raise ValueError(f"order row {self.key}: start {self.start}, k {self.k} or stream key out of range")
         if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0 and 0 < sampling.top_p <= 1):
-            raise ValueError(f"order row {self.key}: temperature {law.temperature} or top_p {law.top_p} out of range")
+            raise ValueError(
+                f"order row {self.key}: temperature {sampling.temperature} or top_p {sampling.top_p} out of range"
+            )
         if sampling.top_k < 0 or not 0 <= sampling.min_p <= 1:
-            raise ValueError(f"order row {self.key}: top_k {law.top_k} or min_p {law.min_p} out of range")
+            raise ValueError(f"order row {self.key}: top_k {sampling.top_k} or min_p {sampling.min_p} out of range")
         if not 0 <= self.exit_threshold <= 1:
-            raise ValueError(f"order row {self.key}: floor {self.floor} is not within 0 and 1")
+            raise ValueError(f"order row {self.key}: floor {self.exit_threshold} is not within 0 and 1")
         if self.options is not None and self.start > 0:
             raise ValueError(f"order row {self.key}: options are told with start 0, not {self.start}")
         if self.feature_rows and len(self.feature_rows) != len(self.new_tokens):
-            raise ValueError(f"order row {self.key}: {len(self.feature_rows)} feature rows for {len(self.feed)} tokens")
+            raise ValueError(
+                f"order row {self.key}: {len(self.feature_rows)} feature rows for {len(self.new_tokens)} tokens"
+            )
 
 
 def encode_options(options: TokenOptions | None) -> bytes:

@@ -154,7 +154,7 @@ class DraftBlock:
         feature_rows = np.array([place for row in rows for place in row.feature_rows], dtype=np.int64)
         if len(feature_rows) != num_new_tokens or not within(feature_rows + 1, self.spec.feature_rows + 1):
             raise ValueError(
-                f"order: {len(feature_rows)} feature rows for {num_feed} fed tokens, or not within "
+                f"order: {len(feature_rows)} feature rows for {num_new_tokens} fed tokens, or not within "
                 f"-1..{self.spec.feature_rows - 1}"
             )
         self._arrays.feature_rows[:num_new_tokens] = feature_rows

@@ -56,7 +56,7 @@ _ORDER_ROW = np.dtype(
     [
         ("key", "<i8"),
         ("start", "<i8"),
-        ("num_feed", "<i8"),
+        ("num_new_tokens", "<i8"),
         ("k", "<i8"),
         ("temperature", "<f8"),
         ("top_p", "<f8"),
@@ -65,7 +65,7 @@ _ORDER_ROW = np.dtype(
         ("coupled", "<i8"),
         ("top_k", "<i8"),
         ("min_p", "<f8"),
-        ("floor", "<f8"),
+        ("exit_threshold", "<f8"),
         ("num_options", "<i8"),
     ]
 )
@@ -116,7 +116,7 @@ def fixed_words(spec: BufferSpec, epoch: int) -> dict[str, int]:
         "epoch": epoch,
         "max_rows": spec.max_rows,
         "max_k": spec.max_k,
-        "max_feed": spec.max_request_tokens,
+        "max_request_tokens": spec.max_request_tokens,
         "max_released": spec.max_released,
         "max_options": spec.max_options,
         "draft_vocab": spec.draft_vocab,

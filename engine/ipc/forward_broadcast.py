@@ -19,7 +19,7 @@ from engine.ipc.doorbell import DEFAULT_SPIN_S, Doorbell
 from engine.ipc.forward_ring import RING_VERSION, ForwardRing, ForwardRingSpec, ring_bytes
 from engine.ipc.shared_memory import Host, PeerGone, Rendezvous, SharedMemory, join
 
-__all__ = ["PlanHandle", "PlanReceiver", "PlanSender", "PlanSpec"]
+__all__ = ["ForwardHandle", "ForwardReceiver", "ForwardRingSpec", "ForwardSender"]
 
 _FAREWELL_S = 0.2
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bench.load import servers
-from bench.load.client import DraftResponse, Run
+from bench.load.client import Answer, Run
 from bench.load.workload import built_in
 from bench.peers.report import Report, Row, as_markdown, plot, write
 from bench.peers.run import Contender, Ready, contenders, measure_peers
@@ -33,7 +33,7 @@ OPTIONS = argparse.Namespace(
 def run(streams: int, *, ttft_s: float = 0.1, tpot_s: float = 0.01, num_tokens: int = 101) -> Run:
     """One wave of equal answers."""
     total_s = ttft_s + tpot_s * (num_tokens - 1)
-    return Run(streams, total_s, (DraftResponse(ttft_s, total_s, num_tokens, 0, 0, 0),) * streams, ())
+    return Run(streams, total_s, (Answer(ttft_s, total_s, num_tokens, 0, 0, 0),) * streams, ())
 
 
 class Fake:

@@ -8,4 +8,4 @@ from __future__ import annotations
 
 from engine.model.native.library import LayerWeights, NativeForward, NativeUnavailable, Shape, load_library
 
-__all__ = ["LayerWeights", "NativeUnavailable", "Plan", "Shape", "load_library"]
+__all__ = ["LayerWeights", "NativeForward", "NativeUnavailable", "Shape", "load_library"]

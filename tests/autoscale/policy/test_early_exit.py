@@ -29,7 +29,7 @@ class WithFloor(FixedPacer):
         ]
 
 
-@pytest.mark.parametrize("floor", [0.0, 0.3, 0.6, 1.0])
+@pytest.mark.parametrize("exit_threshold", [0.0, 0.3, 0.6, 1.0])
 def test_a_draft_goes_on_exactly_while_its_confidences_allow(exit_threshold: float) -> None:
     pacer = WithFloor(5, exit_threshold)
     drafter = toy_drafter(ToyModel(vocab_size=7, seed=4, blend=0.3))

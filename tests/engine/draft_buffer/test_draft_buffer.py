@@ -497,7 +497,15 @@ def test_another_version_is_refused(target: TargetEndpoint) -> None:
 
 
 def test_bad_capacities_are_refused() -> None:
-    for name in ("max_rows", "max_k", "max_feed", "max_released", "max_options", "draft_vocab", "target_vocab"):
+    for name in (
+        "max_rows",
+        "max_k",
+        "max_request_tokens",
+        "max_released",
+        "max_options",
+        "draft_vocab",
+        "target_vocab",
+    ):
         with pytest.raises(ConfigError, match=f"{name}: 0 given, allowed is 1 or more"):
             dataclasses.replace(SPEC, **{name: 0})
     with pytest.raises(ConfigError, match="epoch"):
