@@ -29,8 +29,7 @@ CATCH_UP_STEPS = 64
 KEPT_STEPS = 8
 """So long a choice holds while the batch stays the same, or nothing is drafted: choosing takes time from the steps."""
 WIDE_SEARCH_CHOICES = 4
-PRICED_ROWS = 4
-"""Over so many rows the price of one is taken."""
+PRICED_ROWS = 4  # rows over which the price of one row is averaged
 DEFAULT_SWITCH = SwitchParams()
 FIRST_ANSWER_LEN = 128.0
 """Tokens of an answer before one has ended."""
@@ -39,9 +38,8 @@ LENGTH_RATE = 0.05
 GOOD_DRAFT = 0.9
 """Acceptance at which a load that drafts could pay for would show it."""
 
-
 _OFF = KChoice(0, "off")
-_NOT_BELIEVED, _TOO_MANY, _BASELINE = KChoice(0, "acceptance"), KChoice(0, "batch"), KChoice(0, "probe")
+_NOT_BELIEVED, _TOO_MANY, _BASELINE = (KChoice(0, reason) for reason in ("acceptance", "batch", "probe"))
 _CHOICES = (_NOT_BELIEVED, *(KChoice(k, "plan") for k in range(1, MAX_K + 1)))
 _NO_LOOKUP = (0,) * NUM_MATCH_CLASSES
 _PROBES = tuple(KChoice(k, "probe") for k in range(PROBE_K + 1))
@@ -317,5 +315,6 @@ def make_goodput(method: str, max_k: int, table: CostTable = UNMEASURED, *, look
         lookup: whether prompt lookup is asked before a model.
     """
     lookup_k = LookupK(max_k) if method in DRAFT_METHODS and lookup else None
-    cost = CostModel(table, measured=table is not UNMEASURED)
-    return Goodput(cost, Acceptance(max_k, PRIORS[method]), max_k=max_k, method=method, lookup=lookup_k)
+    lookup_k = LookupK(max_k) if method in DRAFT_METHODS and lookup else None
+    cost, acceptance = CostModel(table, measured=table is not UNMEASURED), Acceptance(max_k, PRIORS[method])
+    return Goodput(cost, acceptance, max_k=max_k, method=method, lookup=lookup_k)

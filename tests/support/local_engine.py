@@ -123,7 +123,7 @@ class LocalEngine:
     def num_preempted(self) -> int:
         engine = self.shards[0].engine
         assert engine is not None
-        return engine.core.scheduler.num_preempted
+        return engine.scheduler.num_preempted
 
     def abort(self, request_id: str) -> None:
         self._socket.sendall(frame(AbortCommand(request_id)))

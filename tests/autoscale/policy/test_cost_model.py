@@ -182,9 +182,9 @@ def test_the_draft_s_profile_sees_passes_and_reading() -> None:
         draft_s = 0.0
         for row in rows:
             assert sent.get(row.key, 0) == row.start, "the profile tells what was committed in order"
-            sent[row.key] = row.start + len(row.feed)
+            sent[row.key] = row.start + len(row.new_tokens)
             draft_s = max(draft_s, row.k * (0.001 + 1e-4 * len(rows)))
-        draft_s += 1e-5 * sum(len(row.feed) for row in rows)
+        draft_s += 1e-5 * sum(len(row.new_tokens) for row in rows)
         for key in released:
             del sent[key]
         return DraftResponse(1, 1, tuple(DraftResponseRow((1,) * row.k) for row in rows), draft_s, handoff_s=4e-5)

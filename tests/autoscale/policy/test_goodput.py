@@ -252,11 +252,11 @@ def test_nothing_is_remembered_of_requests_that_are_gone() -> None:
     engine = ToyEngine(target, toy_drafter(ToyModel(vocab_size=7)), pacer, max_model_len=100)  # type: ignore[arg-type]
     sampling = SamplingParams(temperature=0.0, max_tokens=60)
     for name in ("finishes", "leaves"):
-        engine.core.engine.submit(Submit(request_id=name, prompt=(1, 2, 3), sampling=sampling))
+        engine.engine.submit(Submit(request_id=name, prompt=(1, 2, 3), sampling=sampling))
     for _ in range(4):
-        engine.core.step()
+        engine.step()
     assert pacer.num_tracked == 2
-    engine.core.engine.abort("leaves")
+    engine.engine.abort("leaves")
     engine.run([])
     assert engine.deltas["leaves"][-1].finish_reason == "abort"
     assert pacer.num_tracked == 0

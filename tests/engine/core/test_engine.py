@@ -114,16 +114,16 @@ def test_aborts_free_blocks_and_leave_neighbours_alone(submits: list[Submit], me
         target, make_drafter(method, 2), RandomPacer(seed, 4), num_blocks=24, max_num_requests=3, max_model_len=40
     )
     for submit in submits:
-        engine.core.engine.submit(submit)
-    engine.core.engine.drain()
+        engine.engine.submit(submit)
+    engine.engine.drain()
     aborted: set[str] = set()
-    while engine.core.engine.scheduler.has_work:
+    while engine.engine.scheduler.has_work:
         if rng.random() < 0.2:
             victim = rng.choice(submits).request_id
             if not any(d.finish_reason for d in engine.deltas.get(victim, [])):
                 aborted.add(victim)
-                engine.core.engine.abort(victim)
-        engine.core.step()
+                engine.engine.abort(victim)
+        engine.step()
     assert engine.pool.num_free == 23
     for submit in submits:
         expected = generate(target.logits_after, submit.prompt, submit.sampling, 40).tokens
@@ -143,12 +143,12 @@ def test_a_long_prompt_does_not_starve_running_requests() -> None:
         target, NoDrafter(), FixedPacer(0), num_blocks=200, max_num_requests=4, max_step_tokens=16, max_model_len=600
     )
     greedy = SamplingParams(temperature=0.0, max_tokens=40)
-    engine.core.engine.submit(Submit(request_id="short", prompt=(1, 2), sampling=greedy))
-    engine.core.step()
-    engine.core.engine.submit(Submit(request_id="long", prompt=(3,) * 500, sampling=greedy))
+    engine.engine.submit(Submit(request_id="short", prompt=(1, 2), sampling=greedy))
+    engine.step()
+    engine.engine.submit(Submit(request_id="long", prompt=(3,) * 500, sampling=greedy))
     for _ in range(30):
         before = len(engine.tokens_of("short"))
-        engine.core.step()
+        engine.step()
         assert len(engine.tokens_of("short")) == before + 1, "one token in every step, whatever is being prefilled"
 
 
@@ -158,13 +158,13 @@ def test_a_request_says_how_long_it_queued() -> None:
     engine = ToyEngine(target, NoDrafter(), FixedPacer(0), num_blocks=50, max_num_requests=1, max_model_len=40)
     greedy = SamplingParams(temperature=0.0, max_tokens=8)
     for name in ("first", "second"):
-        engine.core.engine.submit(Submit(request_id=name, prompt=(1, 2), sampling=greedy))
-    engine.core.engine.drain()
+        engine.engine.submit(Submit(request_id=name, prompt=(1, 2), sampling=greedy))
+    engine.engine.drain()
     while not any(delta.finish_reason for delta in engine.deltas.get("first", [])):
-        engine.core.step()
+        engine.step()
         time.sleep(0.001)
-    while engine.core.engine.scheduler.has_work:
-        engine.core.step()
+    while engine.engine.scheduler.has_work:
+        engine.step()
     first, second = ({delta.queue_s for delta in engine.deltas[name]} for name in ("first", "second"))
     assert len(first) == len(second) == 1, "the same in every message"
     assert second.pop() >= first.pop() + 0.007  # seven steps of a millisecond lie between

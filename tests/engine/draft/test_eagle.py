@@ -202,18 +202,18 @@ def test_a_dead_draft_costs_no_token_and_the_next_one_is_believed() -> None:
     engine = ToyEngine(target, drafter, pacer, num_blocks=200, max_model_len=200)
     sampling = SamplingParams(temperature=0.0, max_tokens=120)
     asked = Submit(request_id="r", prompt=(1, 2, 3, 4), sampling=sampling)
-    engine.core.engine.submit(asked)
-    engine.core.engine.drain()
+    engine.engine.submit(asked)
+    engine.engine.drain()
     while drafter.is_up:
-        engine.core.step()
+        engine.step()
     for _ in range(5):
-        engine.core.step()
+        engine.step()
     _, fresh = toy_eagle(target, draft_model, num_blocks=200)
     target.drafter = drafter
     drafter.attach(fresh)
     revived = len(pacer.stats)
-    while engine.core.engine.has_work:
-        engine.core.step()
+    while engine.engine.has_work:
+        engine.step()
     assert engine.tokens_of("r") == generate(target.logits_after, asked.prompt, sampling, 200).tokens
     assert is_believed(pacer, first=revived)
     assert "draft_down" in set().union(*(s.k_by_reason for s in pacer.stats))

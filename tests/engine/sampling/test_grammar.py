@@ -192,10 +192,10 @@ def test_compiling_holds_nobody_up_and_can_be_aborted() -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=8)
     guided = SamplingParams(temperature=0.0, max_tokens=8, grammar=spec)
     for name, s in (("guided", guided), ("aborted", guided), ("plain", sampling)):
-        engine.core.engine.submit(Submit(request_id=name, prompt=(1,), sampling=s))
-    engine.core.engine.abort("aborted")
+        engine.engine.submit(Submit(request_id=name, prompt=(1,), sampling=s))
+    engine.engine.abort("aborted")
     for _ in range(8):
-        engine.core.step()
+        engine.step()
     assert len(engine.tokens_of("plain")) == 8
     assert [delta.finish_reason for delta in engine.deltas["aborted"]] == ["abort"]
     assert "guided" not in engine.deltas

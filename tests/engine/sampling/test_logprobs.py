@@ -58,7 +58,7 @@ def test_a_prompt_is_scored_once_whatever_is_cached_chunked_or_preempted() -> No
     scored = SamplingParams(temperature=0.0, max_tokens=20, num_prompt_logprobs=3)
     submits = [Submit(request_id=f"r{i}", prompt=prompt, sampling=scored if i % 2 else plain) for i in range(6)]
     engine.run(submits)
-    assert engine.core.engine.scheduler.num_preempted > 0
+    assert engine.engine.scheduler.num_preempted > 0
     expected = generate(target.logits_after, prompt, scored, 40)
     for i, submit in enumerate(submits):
         got = engine.result_of(submit.request_id)
