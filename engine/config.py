@@ -23,7 +23,7 @@ CPU_BLOCK, CUDA_PAGE = 16, 256
 class Settings(BaseModel):
     """Base of all settings: immutable, unknown keys refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Self:

@@ -38,7 +38,7 @@ LAYERS = {
     ),
     "autoscale": ("control", "replicas simulation", "policy"),
     "deployments": (
-        "app",
+        "app settings_page",
         "replica local",
         "http",
         "openai cluster monitoring",

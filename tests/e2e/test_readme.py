@@ -35,25 +35,3 @@ def test_shell(server: Server, code: str) -> None:
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert '"finish_reason":"' in done.stdout
-
-
-def test_the_configuration_table_names_real_settings() -> None:
-    from deployments.settings import AppSettings
-    from engine.config import EngineConfig, SpeculativeConfig
-
-    fields = {
-        **{f"engine.speculative.{name}": info for name, info in SpeculativeConfig.model_fields.items()},
-        **{f"engine.{name}": info for name, info in EngineConfig.model_fields.items()},
-        **dict(AppSettings.model_fields.items()),
-    }
-    rows = re.findall(r"^\| `((?:engine\.|model_name|num_replicas)[\w.]*)` \| ([^|]*) \|", README, flags=re.MULTILINE)
-    assert len(rows) > 10
-    for name, default in rows:
-        assert name in fields, f"README names {name}, which is no setting"
-        literal = default.strip().strip("`")
-        if literal and literal not in ("from the model", "the model's", "from memory"):
-            assert literal.lower() in (
-                str(fields[name].default).lower(),
-                f"{fields[name].default:g}" if isinstance(fields[name].default, float) else "",
-                "0.10",
-            )

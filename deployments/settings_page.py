@@ -1,0 +1,85 @@
+"""The page `docs/configuration.md`, made from the settings' own docstrings.
+
+Owns the wording around the settings and nothing of their content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from deployments.settings import AppSettings, AutoscalingSettings, LiveSettings
+from engine.config import EngineConfig, Settings, SpeculativeConfig
+
+_INTRO = """# Configuration
+
+Made from the settings' docstrings by `paceline settings --markdown`; a test keeps it current.
+
+A deployment file is a Ray Serve config. `paceline check`, `paceline serve` and the deployment itself check everything under
+`args:`. An unknown key or a bad value stops the deployment with a message that names the field, the value and what is allowed.
+
+```yaml
+applications:
+  - name: smollm2
+    import_path: deployments.app:build
+    args:
+      engine:
+        model: smollm2
+        speculative: {draft: smollm2-eagle}
+```
+"""
+
+SECTIONS: tuple[tuple[str, str, str, type[Settings]], ...] = (
+    ("Application", "`args:`", "", AppSettings),
+    ("Replicas by load", "`args: autoscaling:`", "autoscaling.", AutoscalingSettings),
+    ("Engine", "`args: engine:`", "engine.", EngineConfig),
+    ("Speculative decoding", "`args: engine: speculative:`", "engine.speculative.", SpeculativeConfig),
+    ("Live settings", "`user_config:` of the deployment `Replica`. They change without a restart", "", LiveSettings),
+)
+"""Title, where the keys stand, prefix of a key's full name, and the model that declares them."""
+
+
+def settings_markdown() -> str:
+    """The page."""
+    parts = [_INTRO]
+    for title, where, prefix, model in SECTIONS:
+        parts.append(f"\n## {title}\n\nUnder {where}.\n\n| key | default | allowed | meaning |\n|---|---|---|---|\n")
+        parts += [f"| {' | '.join(row)} |\n" for row in _rows(prefix, model)]
+    return "".join(parts)
+
+
+def _rows(prefix: str, model: type[Settings]) -> Iterator[tuple[str, str, str, str]]:
+    schema = model.model_json_schema()
+    for name, entry in schema["properties"].items():
+        if "$ref" in entry or any("$ref" in option for option in entry.get("anyOf", ())):
+            continue  # a section of its own
+        is_required = name in schema.get("required", ())
+        default = "required" if is_required else _literal(entry.get("default"))
+        meaning = " ".join(entry.get("description", "").split()).replace("|", "\\|")
+        yield f"`{prefix}{name}`", default, _allowed(entry), meaning
+
+
+def _literal(value: Any) -> str:
+    """A default as YAML writes it; empty where the setting is not given by default."""
+    if value is None or value == ():
+        return ""
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+
+
+def _allowed(entry: dict[str, Any]) -> str:
+    options = [option for option in entry.get("anyOf", (entry,)) if option.get("type") != "null"]
+    return ", ".join(_type(option) for option in options)
+
+
+def _type(option: dict[str, Any]) -> str:
+    if "enum" in option:
+        return ", ".join(f"`{value}`" for value in option["enum"])
+    bounds = [
+        f"{sign} {option[key]:g}"
+        for key, sign in (("exclusiveMinimum", ">"), ("minimum", ">="), ("exclusiveMaximum", "<"), ("maximum", "<="))
+        if key in option
+    ]
+    name = {"boolean": "true, false", "array": "list"}.get(option.get("type", ""), option.get("type", ""))
+    return " ".join([name, " and ".join(bounds)]).strip()
