@@ -15,8 +15,9 @@ _INTRO = """# Configuration
 
 Made from the settings' docstrings by `paceline settings --markdown`; a test keeps it current.
 
-A deployment file is a Ray Serve config. `paceline check`, `paceline serve` and the deployment itself check everything under
-`args:`. An unknown key or a bad value stops the deployment with a message that names the field, the value and what is allowed.
+A deployment file is a Ray Serve config. `paceline check`, `paceline serve` and the deployment itself check everything
+under `args:`. An unknown key or a bad value stops the deployment with a message that names the field, the value and
+what is allowed.
 
 ```yaml
 applications:
