@@ -246,7 +246,7 @@ def scribbled(buffer: mmap.mmap, places: list[tuple[int, int]], num_words: int) 
 
 def read_all(block: DraftBlock) -> None:
     """What both sides read in a step; each may find out only by CorruptBlock."""
-    reads: list[Callable[[], object]] = [lambda: block.read_order(1), lambda: block.read_answer(1, [4, 2])]
+    reads: list[Callable[[], object]] = [lambda: block.read_request(1), lambda: block.read_response(1, [4, 2])]
     for read in reads:
         try:
             got = read()
@@ -265,8 +265,8 @@ def test_a_scribbled_draft_buffer_is_noticed_or_harmless(places: list[tuple[int,
     block = DraftBlock(buffer, SPEC, epoch=7)
     block.initialize()
     rows = [DraftRequestRow(key, 0, (1, 2, 3), k, RowSampling(1.0, 1.0, 7, 1, True)) for key, k in ((1, 4), (2, 2))]
-    block.write_order(1, rows, [5])
-    block.write_answer(block.read_order(1), [DraftResponseRow((1, 2), (0.5, 0.5)), DraftResponseRow((3,))], 0.1)
+    block.write_request(1, rows, [5])
+    block.write_response(block.read_request(1), [DraftResponseRow((1, 2), (0.5, 0.5)), DraftResponseRow((3,))], 0.1)
     scribbled(buffer, places, 64 if near else 1 << 30)
     read_all(block)
 

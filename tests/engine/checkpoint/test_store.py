@@ -158,7 +158,7 @@ def test_names_of_nothing_are_refused(name: str, tmp_path: Path, monkeypatch: py
 
 
 def test_an_id_that_cannot_be_fetched_is_refused() -> None:
-    with pytest.raises(ConfigError, match="cannot fetch 'no-such-org-x/no-such-model-y'"):
+    with pytest.raises(ConfigError, match="cannot download 'no-such-org-x/no-such-model-y'"):
         resolve_model("no-such-org-x/no-such-model-y", progress=False)
 
 

@@ -31,7 +31,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.packing import SpanRows, pack_spans
 from engine.draft.architectures import EagleArchitecture
 from engine.draft.messages import DraftRequestRow
-from engine.draft.proposer import DraftModel
+from engine.draft.proposer import Proposer
 from engine.errors import ConfigError
 from engine.messages import SamplingParams, Submit
 from engine.model.load import load_draft, load_model
@@ -64,13 +64,13 @@ def features_of(target_folder: Path, tokens: list[int]) -> torch.Tensor:
     return runner.features
 
 
-def drafts(folder: Path, target_folder: Path) -> DraftModel:
+def drafts(folder: Path, target_folder: Path) -> Proposer:
     loaded = load_draft(folder, target_folder, dtype=torch.float32)
     assert loaded.head is not None
     caches = ModelRunner(loaded.decoder, num_blocks=32, block_size=BLOCK).caches
     pool = BlockPool(32, BLOCK, prefix_cache=True, ahead=1)
     vocab = loaded.decoder.draft_vocab
-    return DraftModel(EagleArchitecture(loaded.head, loaded.decoder, caches), pool, vocab=vocab, max_model_len=512)
+    return Proposer(EagleArchitecture(loaded.head, loaded.decoder, caches), pool, vocab=vocab, max_model_len=512)
 
 
 def order(key: int, start: int, new_tokens: list[int], places: list[int], **sampling: Any) -> DraftRequestRow:
@@ -125,7 +125,7 @@ def test_drafts_follow_the_trained_laws(target_folder: Path, tmp_path: Path, num
                 rows.append(
                     order(key, start, text[start : start + chunk], places[start : start + chunk], temperature=1.0)
                 )
-        for place, (row, answer) in enumerate(zip(rows, model.answer(rows, (), probs, ring), strict=True)):
+        for place, (row, answer) in enumerate(zip(rows, model.propose(rows, (), probs, ring), strict=True)):
             num_known = start + len(row.new_tokens)
             tokens = texts[row.key][:num_known] + list(answer.token_ids)
             samplings = distributions_along(trained, tokens, num_known, features[row.key][: num_known - 1])
@@ -141,10 +141,12 @@ def test_a_shared_prefix_is_read_once_and_drafts_are_the_same(target_folder: Pat
     places = [-1, *range(49)]
     model = drafts(draft_folder, target_folder)
     probs = torch.zeros(1, NUM_DRAFTED, len(DRAFT_VOCAB))
-    (first,) = model.answer([order(1, 0, text, places)], (), probs, ring)
+    (first,) = model.propose([order(1, 0, text, places)], (), probs, ring)
     # The target found 32 tokens in its own cache: it has features from there on only.
-    (second,) = model.answer([order(2, 0, text, [-1] * 33 + places[33:])], (1,), probs, ring)
-    (alone,) = drafts(draft_folder, target_folder).answer([order(3, 0, text, [-1] * 33 + places[33:])], (), probs, ring)
+    (second,) = model.propose([order(2, 0, text, [-1] * 33 + places[33:])], (1,), probs, ring)
+    (alone,) = drafts(draft_folder, target_folder).propose(
+        [order(3, 0, text, [-1] * 33 + places[33:])], (), probs, ring
+    )
     assert first.token_ids == second.token_ids
     assert first.confidences == pytest.approx(second.confidences, abs=1e-5)
     assert first.confidences != pytest.approx(alone.confidences, abs=1e-5), "without the prefix it knows less"
@@ -154,7 +156,7 @@ def test_a_shared_prefix_is_read_once_and_drafts_are_the_same(target_folder: Pat
 def test_without_features_of_the_last_token_nothing_is_drafted(target_folder: Path, draft_folder: Path) -> None:
     model = drafts(draft_folder, target_folder)
     probs = torch.zeros(1, NUM_DRAFTED, len(DRAFT_VOCAB))
-    (answer,) = model.answer([order(1, 0, [5, 6, 7], [-1, 0, -1])], (), probs, torch.zeros(4, 64))
+    (answer,) = model.propose([order(1, 0, [5, 6, 7], [-1, 0, -1])], (), probs, torch.zeros(4, 64))
     assert (answer.token_ids, answer.reason) == ((), "catch_up")
 
 
@@ -200,7 +202,7 @@ def test_int8_rows_are_read(target_folder: Path, draft_folder: Path, tmp_path: P
     assert exact.head is not None
     assert rounded.head is not None
     x, features = torch.randn(4, 32), torch.randn(4, 64)
-    ours, theirs = (head.committed(head.tokens(x), features) for head in (exact.head, rounded.head))
+    ours, theirs = (head.committed_inputs(head.project_tokens(x), features) for head in (exact.head, rounded.head))
     assert 0 < (ours - theirs).abs().max() < 0.05 * ours.abs().max()
 
 
