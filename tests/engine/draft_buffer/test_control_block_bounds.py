@@ -258,7 +258,7 @@ def test_the_reader_refuses_impossible_seconds(block: DraftBlock, draft_s: float
         block.read_response(SEQ, [2, 2, 2])
 
 
-@pytest.mark.parametrize(("index", "name"), enumerate(fixed_words(SPEC, EPOCH)))
+@pytest.mark.parametrize(("index", "name"), list(enumerate(fixed_words(SPEC, EPOCH))))
 def test_the_reader_refuses_a_block_with_another_fixed_word(block: DraftBlock, index: int, name: str) -> None:
     """Version, epoch or a capacity of another process: nothing in the block can be read."""
     written(block)

@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import FAMILIES, VOCAB, TextDelta, plan_of, random_cuts, reference_logits, run_cuts, write_model
+from tiny_models import (
+    FAMILIES,
+    VOCAB,
+    TokenRange,
+    forward_input_of,
+    random_cuts,
+    reference_logits,
+    run_cuts,
+    write_model,
+)
 
 from engine.checkpoint.store import resolve_model
 from engine.model.load import load_model
@@ -85,7 +94,7 @@ def test_features_are_the_outputs_of_the_layers_asked_for(tmp_path: Path) -> Non
     folder = write_model(tmp_path, "qwen3")
     prompt = prompts_of(random.Random(4), [25])[0]
     runner = ModelRunner(load_model(folder, dtype=torch.float32, feature_layers=(0, 1)), num_blocks=10, block_size=4)
-    runner.forward(plan_of([TextDelta(prompt, 0, 25, list(range(7)))], block_size=4))
+    runner.forward(forward_input_of([TokenRange(prompt, 0, 25, list(range(7)))], block_size=4))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
         hidden = model(torch.tensor([prompt]), output_hidden_states=True).hidden_states
@@ -100,8 +109,8 @@ def test_a_step_does_not_fault_its_memory_in_anew() -> None:
 
     model = load_model(resolve_model("smollm2", progress=False))
     runner = ModelRunner(model, num_blocks=420, block_size=16)
-    pieces = [TextDelta(range(401), 400, 401, range(26 * index, 26 * index + 26)) for index in range(16)]
-    forward_input = plan_of(pieces, block_size=16)
+    ranges = [TokenRange(range(401), 400, 401, range(26 * index, 26 * index + 26)) for index in range(16)]
+    forward_input = forward_input_of(ranges, block_size=16)
     for _ in range(3):
         runner.forward(forward_input)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -114,7 +123,7 @@ def test_no_logit_rows_gives_an_empty_result(tmp_path: Path) -> None:
     from msgspec.structs import replace
 
     folder = write_model(tmp_path, "llama")
-    forward_input = plan_of([TextDelta([5, 6, 7], 0, 3, [0])], block_size=4)
+    forward_input = forward_input_of([TokenRange([5, 6, 7], 0, 3, [0])], block_size=4)
     logits = ModelRunner(load_model(folder), num_blocks=2, block_size=4).forward(
         replace(forward_input, logit_rows=np.zeros(0, dtype=np.int32))
     )

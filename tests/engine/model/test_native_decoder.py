@@ -15,7 +15,16 @@ import pytest
 import torch
 from msgspec.structs import replace
 from native_library import needs_library
-from tiny_models import FAMILIES, VOCAB, TextDelta, plan_of, random_cuts, reference_logits, run_cuts, write_model
+from tiny_models import (
+    FAMILIES,
+    VOCAB,
+    TokenRange,
+    forward_input_of,
+    random_cuts,
+    reference_logits,
+    run_cuts,
+    write_model,
+)
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -73,7 +82,7 @@ def test_a_row_does_not_depend_on_its_neighbours_cuts_or_threads(tmp_path: Path)
 @needs_library
 def test_yields_the_features_of_the_slow_twin(tmp_path: Path) -> None:
     folder = write_model(tmp_path, "llama", **SIZES)
-    forward_input = plan_of([TextDelta(range(30), 0, 30, [3, 1])], block_size=16)
+    forward_input = forward_input_of([TokenRange(range(30), 0, 30, [3, 1])], block_size=16)
     runner = native_runner(folder, feature_layers=(0, 2))
     slow = ModelRunner(
         load_model(folder, kernel="torch", dtype=torch.float32, feature_layers=(0, 2)), num_blocks=4, block_size=16
@@ -91,7 +100,7 @@ def test_yields_the_features_of_the_slow_twin(tmp_path: Path) -> None:
 @needs_library
 def test_no_logit_rows_gives_an_empty_result(tmp_path: Path) -> None:
     folder = write_model(tmp_path, "llama", **SIZES)
-    forward_input = plan_of([TextDelta([5, 6, 7], 0, 3, [0])], block_size=16)
+    forward_input = forward_input_of([TokenRange([5, 6, 7], 0, 3, [0])], block_size=16)
     logits = native_runner(folder).forward(replace(forward_input, logit_rows=forward_input.logit_rows[:0]))
     assert logits is not None
     assert logits.shape == (0, VOCAB)
@@ -100,7 +109,7 @@ def test_no_logit_rows_gives_an_empty_result(tmp_path: Path) -> None:
 @needs_library
 def test_idle_helpers_take_no_core(tmp_path: Path) -> None:
     runner = native_runner(write_model(tmp_path, "llama", **SIZES), threads=4)
-    forward_input = plan_of([TextDelta([5, 6, 7], 0, 3, [0])], block_size=16)
+    forward_input = forward_input_of([TokenRange([5, 6, 7], 0, 3, [0])], block_size=16)
     for _ in range(3):  # also: they wake up again
         runner.forward(forward_input)
         time.sleep(0.1)
