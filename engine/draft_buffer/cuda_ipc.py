@@ -4,8 +4,8 @@ Owns the allocation, its export and opening through CUDA IPC, the two interproce
 settings that break CUDA IPC. The allocation is exported once and opened once per draft process. Per step there are only
 two event calls. Knows nothing of draft requests and responses (`engine.draft_buffer.control_block`).
 
-    target's stream    reads probs | record asked  ......................  wait answered | reads probs
-    draft's stream                   wait asked | writes probs | record answered
+    target's stream    reads probs | record asked  ......................  wait responded | reads probs
+    draft's stream                   wait asked | writes probs | record responded
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CudaExport:
     """Arguments of torch's `rebuild_cuda_tensor`, by name."""
     asked_event: bytes
     """IPC handle of the event that the target records before it sends a request."""
-    answered_event: bytes
+    responded_event: bytes
     """IPC handle of the event that the draft records before it responds."""
 
 
@@ -119,10 +119,10 @@ class CudaTargetPayload:
         self.memory = block.memory
         with torch.cuda.device(block.device):
             self._asked = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
-            self._answered = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
+            self._responded = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
             asked: bytes = self._asked.ipc_handle()  # type: ignore[no-untyped-call]
-            answered: bytes = self._answered.ipc_handle()  # type: ignore[no-untyped-call]
-            self.export = CudaExport(rebuild, asked, answered)
+            responded: bytes = self._responded.ipc_handle()  # type: ignore[no-untyped-call]
+            self.export = CudaExport(rebuild, asked, responded)
 
     def publish(self) -> None:
         """Order all work queued on the current stream before the draft's work for the next request."""
@@ -130,7 +130,7 @@ class CudaTargetPayload:
 
     def acquire(self) -> None:
         """Order the draft's writes before all later work of the current stream."""
-        self._answered.wait(torch.cuda.current_stream(self.block.device))
+        self._responded.wait(torch.cuda.current_stream(self.block.device))
 
 
 class CudaDraftPayload:
@@ -149,7 +149,7 @@ class CudaDraftPayload:
         with torch.cuda.device(self.device):
             self.memory: torch.Tensor = reductions.rebuild_cuda_tensor(**arguments)  # type: ignore[no-untyped-call]
             self._asked = torch.cuda.Event.from_ipc_handle(self.device, export.asked_event)  # type: ignore[no-untyped-call]
-            self._answered = torch.cuda.Event.from_ipc_handle(self.device, export.answered_event)  # type: ignore[no-untyped-call]
+            self._responded = torch.cuda.Event.from_ipc_handle(self.device, export.responded_event)  # type: ignore[no-untyped-call]
 
     def publish(self) -> None:
         """Wait until the current stream has written the payload.
@@ -158,8 +158,8 @@ class CudaDraftPayload:
         queued, would then block the target's stream without a deadline. The draft has its token ids on the host
         already, so the wait is short.
         """
-        self._answered.record(torch.cuda.current_stream(self.device))
-        self._answered.synchronize()
+        self._responded.record(torch.cuda.current_stream(self.device))
+        self._responded.synchronize()
 
     def acquire(self) -> None:
         """Order the target's reads of the previous response before later writes of the current stream."""
@@ -168,5 +168,5 @@ class CudaDraftPayload:
     def close(self) -> None:
         """Unmap the allocation. Views of it must be gone."""
         torch.cuda.current_stream(self.device).synchronize()
-        del self.memory, self._asked, self._answered
+        del self.memory, self._asked, self._responded
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]

@@ -225,7 +225,7 @@ def join(rendezvous: Rendezvous, *, version: int, timeout_s: float) -> tuple[Sha
         return SharedMemory.adopt(fds[0], rendezvous.num_bytes), connection
     except OSError as error:
         connection.close()
-        raise PeerGone(f"no owner answers for epoch {rendezvous.epoch} of this buffer: {error}") from None
+        raise PeerGone(f"no owner responds for epoch {rendezvous.epoch} of this buffer: {error}") from None
     except BaseException:
         connection.close()
         raise

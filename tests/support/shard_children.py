@@ -58,7 +58,7 @@ def logits_of_models(
     connection: Connection,
     models: Sequence[tuple[Path, Sequence[ForwardInput], int]],
 ) -> None:
-    """Send the logits of each forward input (None without logits) of each model (folder, forward inputs, block size)."""
+    """Send the logits (or None) of each forward input. A model is given as (folder, forward inputs, block size)."""
     torch.set_num_threads(1)
     group = Group.connect(
         rank=rank, size=size, store=open_store(port=port, size=size, master=False), device=CPU, timeout_s=50

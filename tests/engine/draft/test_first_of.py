@@ -1,4 +1,4 @@
-"""FirstOf: which drafter drafts which span, under which source, and that both are told of requests that end."""
+"""FirstOf: which drafter drafts which span, under which source, and that both forget requests that have ended."""
 
 from __future__ import annotations
 

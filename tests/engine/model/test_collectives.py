@@ -1,7 +1,7 @@
-"""Tensor parallelism by real processes over gloo: uneven shards are the whole model, a lost peer is an error.
+"""Tensor parallelism with real processes over gloo: shards together equal the whole model, a lost peer is an error.
 
-Promise: logits of 1, 2 and 3 shards agree within 1e-4 in float32, also where heads, inner units and vocabulary do not
-divide.
+Promise: logits of 1, 2 and 3 shards agree within 1e-4 in float32, also where heads, intermediate units and vocabulary
+are not divisible.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK_SIZE = 8
 
 
 def forward_inputs_for(vocab: int) -> list[ForwardInput]:
-    """A prefill of two requests, then a decode beside a verify span."""
+    """A prefill of two requests, then a decode span and a verify span."""
     rng = random.Random(vocab)
     first, second = ([rng.randrange(vocab) for _ in range(40)] for _ in range(2))
     blocks = [[7, 3, 9, 1, 5], [0, 2, 4, 6, 8]]

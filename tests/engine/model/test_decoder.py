@@ -1,6 +1,6 @@
-"""Logits against `transformers` in float32, for every family and every way in which rows can meet in one forward.
+"""Logits against `transformers` in float32, for every family and every mix of rows in one forward.
 
-Promise: within 1e-4, whether a prompt comes whole, in chunks, token by token, or as verify spans among other requests.
+Promise: within 1e-4, whether a prompt is computed at once, in chunks, token by token, or as verify spans of a batch.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(tmp_path: Path) -> N
     assert (ours - exact).abs().mean() < 1.2 * their_error
 
 
-def test_features_are_the_outputs_of_the_layers_asked_for(tmp_path: Path) -> None:
+def test_features_are_the_outputs_of_the_feature_layers(tmp_path: Path) -> None:
     import transformers
 
     folder = write_model(tmp_path, "qwen3")
@@ -103,7 +103,7 @@ def test_features_are_the_outputs_of_the_layers_asked_for(tmp_path: Path) -> Non
     assert torch.allclose(runner.features, expected, atol=TOLERANCE)
 
 
-def test_a_step_does_not_fault_its_memory_in_anew() -> None:
+def test_steps_reuse_their_memory() -> None:
     """Promise: steps of the same shape reuse memory; without that, this one takes over 70,000 page faults."""
     import resource
 
