@@ -56,23 +56,23 @@ def echo(request: DraftRequest) -> list[DraftResponseRow]:
 
 def drafts(handle: BufferHandle, compute: Callable[[DraftEndpoint, DraftRequest], None] | None = None) -> None:
     """A healthy draft: calls `compute` and responds, until its target is gone."""
-    end = open_draft_buffer(handle, node_id=NODE, gpu_uuid=None)
+    endpoint = open_draft_buffer(handle, node_id=NODE, gpu_uuid=None)
     with contextlib.suppress(EngineUnavailable):
         while True:
-            request = end.wait(1.0)
+            request = endpoint.wait(1.0)
             if request is not None:
                 if compute is not None:
-                    compute(end, request)
-                end.respond(echo(request), draft_s=0.0)
-    end.close()
+                    compute(endpoint, request)
+                endpoint.respond(echo(request), draft_s=0.0)
+    endpoint.close()
 
 
 def responds_then_hangs(handle: BufferHandle, num_steps: int) -> None:
     """A draft that responds `num_steps` times, then hangs."""
-    end = open_draft_buffer(handle, node_id=NODE, gpu_uuid=None)
+    endpoint = open_draft_buffer(handle, node_id=NODE, gpu_uuid=None)
     for _ in range(num_steps):
-        request = end.wait(10.0)
-        end.respond(echo(request), draft_s=0.0)
+        request = endpoint.wait(10.0)
+        endpoint.respond(echo(request), draft_s=0.0)
     time.sleep(60)
 
 
@@ -85,26 +85,26 @@ def random_bits(seed: int) -> torch.Tensor:
 
 def writes_random_probs(handle: BufferHandle) -> None:
     """A draft that fills the probabilities with random bits, seeded by the request's sequence number."""
-    drafts(handle, lambda end, request: end.probs.view(torch.int32).copy_(random_bits(request.seq)))
+    drafts(handle, lambda endpoint, request: endpoint.probs.view(torch.int32).copy_(random_bits(request.seq)))
 
 
 def responds_for_another_epoch(handle: BufferHandle) -> None:
     """A draft that writes an older epoch into an otherwise correct response."""
-    end = open_draft_buffer(handle, node_id=NODE, gpu_uuid=None)
-    request = end.wait(10.0)
-    end._block.epoch = handle.epoch - 1
-    end.respond(echo(request), draft_s=0.0)
+    endpoint = open_draft_buffer(handle, node_id=NODE, gpu_uuid=None)
+    request = endpoint.wait(10.0)
+    endpoint._block.epoch = handle.epoch - 1
+    endpoint.respond(echo(request), draft_s=0.0)
     time.sleep(60)
 
 
 def serves_as_target(pipe: Connection) -> None:
     """A target that sends requests forever. Sends its handle through the pipe first, then "running"."""
-    end = create_draft_buffer(SPEC, device="cpu", node_id=NODE, epoch=1)
-    pipe.send(end.handle())
-    end.wait_open(20.0)
+    endpoint = create_draft_buffer(SPEC, device="cpu", node_id=NODE, epoch=1)
+    pipe.send(endpoint.handle())
+    endpoint.wait_open(20.0)
     pipe.send("running")
     while True:
-        end.ask((), deadline_s=10.0)
+        endpoint.ask((), deadline_s=10.0)
 
 
 def random_forward_input(step_id: int, spec: ForwardRingSpec) -> ForwardInput:

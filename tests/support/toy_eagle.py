@@ -128,7 +128,7 @@ def toy_eagle(
     drafter.set_vocab(vocab)
     width = len(target.features_after([]))
     features = torch.full((ring, width), float("nan"))
-    end = LoopbackEndpoint(proposer, max_rows=64, max_k=16, draft_vocab=distribution.columns, features=features)
-    drafter.attach(end)
+    endpoint = LoopbackEndpoint(proposer, max_rows=64, max_k=16, draft_vocab=distribution.columns, features=features)
+    drafter.attach(endpoint)
     target.drafter = drafter
-    return drafter, end
+    return drafter, endpoint

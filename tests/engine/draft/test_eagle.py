@@ -119,7 +119,7 @@ def run_perfect(pacer: FixedPacer, *, ring: int = 512, **settings: int | bool) -
     num_blocks = int(settings.get("num_blocks", 400))
     target = FeaturedToy(vocab_size=VOCAB, num_blocks=num_blocks, order=ORDER)
     draft_model = ToyModel(vocab_size=VOCAB, order=ORDER)
-    drafter, end = toy_eagle(target, draft_model, num_blocks=400, ring=ring, max_request_tokens=32)
+    drafter, endpoint = toy_eagle(target, draft_model, num_blocks=400, ring=ring, max_request_tokens=32)
     engine = ToyEngine(target, drafter, pacer, **{"num_blocks": num_blocks, "max_model_len": 200, **settings})  # type: ignore[arg-type]
     greedy = SamplingParams(temperature=0.0, max_tokens=60)
     rng = random.Random(5)
@@ -129,7 +129,7 @@ def run_perfect(pacer: FixedPacer, *, ring: int = 512, **settings: int | bool) -
         result = engine.run(asked)
         for submit in asked:
             assert result[submit.request_id] == generate(target.logits_after, submit.prompt, greedy, 200).tokens
-    return pacer, end
+    return pacer, endpoint
 
 
 def is_always_accepted(pacer: FixedPacer, *, first: int = 0) -> bool:
@@ -164,8 +164,8 @@ def test_after_a_pause_every_draft_is_accepted_again(ring: int) -> None:
 
 
 def test_while_drafting_is_off_the_draft_is_not_asked() -> None:
-    never, end = run_perfect(FixedPacer(0))
-    assert end.num_requests == 0
+    never, endpoint = run_perfect(FixedPacer(0))
+    assert endpoint.num_requests == 0
     assert sum(s.num_drafted for s in never.stats) == 0
     always, asked = run_perfect(FixedPacer(3))
     paused, some = run_perfect(Scripted(range(5, 30)))
@@ -196,8 +196,8 @@ class MortalEndpoint:
 def test_a_dead_draft_costs_no_token_and_the_next_one_is_always_accepted() -> None:
     target = FeaturedToy(vocab_size=VOCAB, num_blocks=200, order=ORDER)
     draft_model = ToyModel(vocab_size=VOCAB, order=ORDER)
-    drafter, end = toy_eagle(target, draft_model, num_blocks=200)
-    drafter.attach(MortalEndpoint(end, num_requests=4))
+    drafter, endpoint = toy_eagle(target, draft_model, num_blocks=200)
+    drafter.attach(MortalEndpoint(endpoint, num_requests=4))
     pacer = FixedPacer(3)
     engine = ToyEngine(target, drafter, pacer, num_blocks=200, max_model_len=200)
     sampling = SamplingParams(temperature=0.0, max_tokens=120)

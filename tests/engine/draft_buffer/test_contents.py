@@ -62,14 +62,14 @@ def test_ten_thousand_steps_leave_both_processes_as_they_were(target: TargetEndp
 def test_features_are_read_where_they_were_written(itemsize: int) -> None:
     """They are read in place, at the rows that a request names. Other rows are refused."""
     spec = dataclasses.replace(SPEC, feature_rows=9, feature_width=5, feature_itemsize=itemsize)
-    end = create_draft_buffer(spec, device="cpu", node_id=NODE, epoch=1)
-    draft = open_here(end)
-    end.wait_open(5)
-    assert end.features is not None
+    endpoint = create_draft_buffer(spec, device="cpu", node_id=NODE, epoch=1)
+    draft = open_here(endpoint)
+    endpoint.wait_open(5)
+    assert endpoint.features is not None
     assert draft.features is not None
-    end.features.copy_(torch.randn(9, 5))
-    end.probs.fill_(7.0)
-    assert torch.equal(draft.features, end.features)
+    endpoint.features.copy_(torch.randn(9, 5))
+    endpoint.probs.fill_(7.0)
+    assert torch.equal(draft.features, endpoint.features)
     assert draft.features.dtype == (torch.bfloat16 if itemsize == 2 else torch.float32)
     named = [
         dataclasses.replace(row, feature_rows=damage) for row, damage in zip(ROWS, ((-1, 0, 8), (3, 2, 3)), strict=True)
@@ -84,13 +84,13 @@ def test_features_are_read_where_they_were_written(itemsize: int) -> None:
 
     thread = threading.Thread(target=respond)
     thread.start()
-    end.ask(named, deadline_s=5)
+    endpoint.ask(named, deadline_s=5)
     thread.join()
     assert seen[0].rows == tuple(named)
     for wrong in ((-2, 0, 1), (0, 1, 9), ()):
         with pytest.raises(ValueError, match="feature rows"):
-            end.ask([dataclasses.replace(ROWS[0], feature_rows=wrong)], deadline_s=5)
-    end.close()
+            endpoint.ask([dataclasses.replace(ROWS[0], feature_rows=wrong)], deadline_s=5)
+    endpoint.close()
     draft.close()
 
 

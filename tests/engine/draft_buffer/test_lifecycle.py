@@ -43,25 +43,25 @@ def kill(pid: int, when: list[float]) -> None:
 def test_a_killed_draft_is_noticed_within_100_ms(target: TargetEndpoint) -> None:
     late = []
     for epoch in (4, 5, 6):
-        end = target.renew(epoch=epoch)
-        with child(responds_then_hangs, end.handle(), 1) as draft:
-            end.wait_open(20)
-            end.ask(ROWS, deadline_s=5)
+        endpoint = target.renew(epoch=epoch)
+        with child(responds_then_hangs, endpoint.handle(), 1) as draft:
+            endpoint.wait_open(20)
+            endpoint.ask(ROWS, deadline_s=5)
             killed: list[float] = []
             killer = threading.Timer(0.05, kill, (draft.pid, killed))
             killer.start()
             with pytest.raises(DraftDown, match=f"draft of epoch {epoch} is dead"):
-                end.ask(ROWS, deadline_s=30)
+                endpoint.ask(ROWS, deadline_s=30)
             late.append(time.monotonic() - killed[0])
             killer.join()
-        assert not end.alive
+        assert not endpoint.alive
         with pytest.raises(DraftDown):
-            end.ask(ROWS, deadline_s=30)
-        end.close()
+            endpoint.ask(ROWS, deadline_s=30)
+        endpoint.close()
     assert min(late) < 0.1, late
 
 
-def test_a_draft_killed_between_steps_is_known_without_asking(target: TargetEndpoint) -> None:
+def test_a_draft_killed_between_steps_is_noticed_without_a_request(target: TargetEndpoint) -> None:
     with child(drafts, target.handle()) as draft:
         assert not target.alive
         target.wait_open(20)
@@ -70,40 +70,40 @@ def test_a_draft_killed_between_steps_is_known_without_asking(target: TargetEndp
         assert eventually(lambda: not target.alive, 5)
 
 
-def test_a_stopped_draft_is_given_up_at_the_deadline(target: TargetEndpoint) -> None:
+def test_a_stopped_draft_is_dropped_at_the_deadline(target: TargetEndpoint) -> None:
     late = []
     for epoch in (4, 5, 6):
-        end = target.renew(epoch=epoch)
-        with child(drafts, end.handle()) as draft:
-            end.wait_open(20)
-            end.ask(ROWS, deadline_s=5)
+        endpoint = target.renew(epoch=epoch)
+        with child(drafts, endpoint.handle()) as draft:
+            endpoint.wait_open(20)
+            endpoint.ask(ROWS, deadline_s=5)
             os.kill(draft.pid, signal.SIGSTOP)
             start = time.monotonic()
             with pytest.raises(
                 DraftDown, match=r"has not responded within 0.1 s; its last heartbeat is \d+\.\d+ s old"
             ):
-                end.ask(ROWS, deadline_s=0.1)
+                endpoint.ask(ROWS, deadline_s=0.1)
             late.append(time.monotonic() - start - 0.1)
-        end.close()
+        endpoint.close()
     assert min(late) >= 0
     assert min(late) < 0.05, late
 
 
 def test_a_new_epoch_works_after_a_death(target: TargetEndpoint) -> None:
-    end = target.renew(epoch=10)
+    endpoint = target.renew(epoch=10)
     fds = []
     for epoch in range(11, 17):
-        with child(drafts, end.handle()) as draft:
-            end.wait_open(20)
-            assert end.ask(ROWS, deadline_s=5).epoch == end.epoch
+        with child(drafts, endpoint.handle()) as draft:
+            endpoint.wait_open(20)
+            assert endpoint.ask(ROWS, deadline_s=5).epoch == endpoint.epoch
             os.kill(draft.pid, signal.SIGKILL)
             draft.join()
-            with pytest.raises(DraftDown, match=f"draft of epoch {end.epoch} is dead"):
-                end.ask(ROWS, deadline_s=5)
-        end = end.renew(epoch=epoch)
+            with pytest.raises(DraftDown, match=f"draft of epoch {endpoint.epoch} is dead"):
+                endpoint.ask(ROWS, deadline_s=5)
+        endpoint = endpoint.renew(epoch=epoch)
         fds.append(num_fds(os.getpid()))
     assert max(fds) == fds[0], fds
-    end.close()
+    endpoint.close()
 
 
 def test_a_response_of_another_epoch_is_refused(target: TargetEndpoint) -> None:
@@ -129,7 +129,7 @@ def test_a_draft_that_never_opens_is_an_error_with_a_deadline(target: TargetEndp
     assert not target.is_open
 
 
-def test_asking_before_the_draft_has_opened_is_an_error(target: TargetEndpoint) -> None:
+def test_a_request_before_the_draft_has_opened_is_an_error(target: TargetEndpoint) -> None:
     with pytest.raises(DraftDown, match="has not opened"):
         target.ask(ROWS, deadline_s=1)
 

@@ -38,9 +38,9 @@ SPEC = ForwardRingSpec(max_rows=40, max_spans=6, max_blocks_per_span=5)
 
 @pytest.fixture
 def sender() -> Iterator[ForwardSender]:
-    end = ForwardSender(SPEC, num_receivers=1, node_id=NODE)
-    yield end
-    end.close()
+    sender = ForwardSender(SPEC, num_receivers=1, node_id=NODE)
+    yield sender
+    sender.close()
 
 
 def open_here(sender: ForwardSender) -> ForwardReceiver:

@@ -1,4 +1,4 @@
-"""The socket of rank 0: commands reach the engine, a slow replica blocks nobody, and its end abandons its requests."""
+"""The socket of rank 0: commands reach the engine, a slow replica blocks nobody, a dead one abandons its requests."""
 
 from __future__ import annotations
 
