@@ -24,7 +24,7 @@ from engine.core.pacing import KChoice, SpeculationPlan
 from engine.core.request import Request
 from engine.core.stats import StepStats
 from engine.core.step import Batch, Draft, DraftRow
-from engine.draft.first_of import LookupFirst
+from engine.draft.first_of import FirstOf
 from engine.draft.ngram import NgramDrafter
 from engine.messages import SamplingParams, Submit
 from engine.sampling.distribution import Purpose, draw, gumbel, stream_seed, warp
@@ -60,7 +60,7 @@ def target_and_drafter(method: str) -> tuple[ToyModel, Drafter]:
     """The same law for every method."""
     if method.endswith("+lookup"):
         target, model = target_and_drafter(method.removesuffix("+lookup"))
-        return target, LookupFirst(NgramDrafter(min_size=2, max_size=3), model)
+        return target, FirstOf(NgramDrafter(min_size=2, max_size=3), model, source="lookup")
     if method == "eagle":
         target = FeaturedToy(vocab_size=VOCAB)
         sampling = ToyModel(vocab_size=VOCAB, columns=4, seed=9, blend=0.5)

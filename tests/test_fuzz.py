@@ -189,7 +189,7 @@ def damaged(raw: bytes, seed: int) -> bytes:
         st.tuples(st.sampled_from(MESSAGES), st.integers(0, 2**32)).map(lambda pair: damaged(*pair)),
     )
 )
-def test_socket_messages_decode_or_say_what_is_wrong(payload: bytes) -> None:
+def test_socket_messages_decode_or_raise_engine_error(payload: bytes) -> None:
     for decode in (decode_command, decode_event):
         try:
             decode(payload)
@@ -199,7 +199,7 @@ def test_socket_messages_decode_or_say_what_is_wrong(payload: bytes) -> None:
 
 @sample(300)
 @given(header=st.binary(min_size=HEADER.size, max_size=HEADER.size))
-def test_frame_lengths_are_believable(header: bytes) -> None:
+def test_frame_lengths_are_bounded(header: bytes) -> None:
     try:
         assert frame_len(header) <= 64 << 20
     except EngineError as error:
@@ -211,9 +211,7 @@ def test_frame_lengths_are_believable(header: bytes) -> None:
     raw=st.lists(st.tuples(st.sampled_from(MESSAGES), st.integers(0, 2**32)), min_size=1, max_size=4),
     whole=st.booleans(),
 )
-def test_a_peer_that_talks_nonsense_is_hung_up_on_and_its_requests_are_given_up(
-    raw: list[tuple[bytes, int]], whole: bool
-) -> None:
+def test_nonsense_ends_the_connection_and_abandons_its_requests(raw: list[tuple[bytes, int]], whole: bool) -> None:
     gone: list[bool] = []
     submitted: list[Submit] = []
     shard = ShardSocket(submit=submitted.append, abort=lambda _: None, abandon=lambda: gone.append(True))
@@ -222,13 +220,13 @@ def test_a_peer_that_talks_nonsense_is_hung_up_on_and_its_requests_are_given_up(
         peer.connect(shard.path)
         for message, seed in raw:
             payload = damaged(message, seed)
-            with contextlib.suppress(OSError):  # it may have hung up already
+            with contextlib.suppress(OSError):  # the connection may be closed already
                 peer.sendall((HEADER.pack(len(payload)) if whole else b"") + payload)
         with contextlib.suppress(OSError):
             peer.shutdown(socket.SHUT_WR)
         deadline = time.monotonic() + 10
         while not gone:
-            assert time.monotonic() < deadline, "the connection was not given up"
+            assert time.monotonic() < deadline, "the connection was not closed"
             time.sleep(0.001)
     shard.close()
     assert all(isinstance(submit, Submit) for submit in submitted)
@@ -238,55 +236,55 @@ SPEC = BufferSpec(max_rows=3, max_k=4, max_request_tokens=16, max_released=4, dr
 WORDS = st.one_of(st.integers(-3, 70), st.integers(-(2**63), 2**63 - 1))
 
 
-def scribbled(buffer: mmap.mmap, places: list[tuple[int, int]], num_words: int) -> None:
+def corrupt(buffer: mmap.mmap, places: list[tuple[int, int]], num_words: int) -> None:
     words = np.frombuffer(buffer, dtype=np.int64)
     for at, value in places:
         words[at % min(num_words, len(words))] = value
 
 
 def read_all(block: DraftBlock) -> None:
-    """What both sides read in a step; each may find out only by CorruptBlock."""
-    reads: list[Callable[[], object]] = [lambda: block.read_order(1), lambda: block.read_answer(1, [4, 2])]
+    """Read what both processes read in a step. Damage may raise only CorruptBlock."""
+    reads: list[Callable[[], object]] = [lambda: block.read_request(1), lambda: block.read_response(1, [4, 2])]
     for read in reads:
         try:
-            got = read()
+            message = read()
         except CorruptBlock as error:
             assert str(error)  # noqa: PT017
             continue
-        assert len(got.rows) <= SPEC.max_rows  # type: ignore[attr-defined]
-        if isinstance(got, DraftRequest):
-            assert all(0 <= row.k <= SPEC.max_k and max(row.new_tokens, default=0) < SPEC.vocab for row in got.rows)
+        assert len(message.rows) <= SPEC.max_rows  # type: ignore[attr-defined]
+        if isinstance(message, DraftRequest):
+            assert all(0 <= row.k <= SPEC.max_k and max(row.new_tokens, default=0) < SPEC.vocab for row in message.rows)
 
 
 @sample(250)
 @given(places=st.lists(st.tuples(st.integers(0, 4000), WORDS), min_size=1, max_size=5), near=st.booleans())
-def test_a_scribbled_draft_buffer_is_noticed_or_harmless(places: list[tuple[int, int]], near: bool) -> None:
+def test_a_corrupt_draft_buffer_is_noticed_or_harmless(places: list[tuple[int, int]], near: bool) -> None:
     buffer = mmap.mmap(-1, block_bytes(SPEC))
     block = DraftBlock(buffer, SPEC, epoch=7)
     block.initialize()
     rows = [DraftRequestRow(key, 0, (1, 2, 3), k, RowSampling(1.0, 1.0, 7, 1, True)) for key, k in ((1, 4), (2, 2))]
-    block.write_order(1, rows, [5])
-    block.write_answer(block.read_order(1), [DraftResponseRow((1, 2), (0.5, 0.5)), DraftResponseRow((3,))], 0.1)
-    scribbled(buffer, places, 64 if near else 1 << 30)
+    block.write_request(1, rows, [5])
+    block.write_response(block.read_request(1), [DraftResponseRow((1, 2), (0.5, 0.5)), DraftResponseRow((3,))], 0.1)
+    corrupt(buffer, places, 64 if near else 1 << 30)
     read_all(block)
 
 
 @sample(250)
 @given(places=st.lists(st.tuples(st.integers(0, 4000), WORDS), min_size=1, max_size=5), near=st.booleans())
-def test_a_scribbled_plan_ring_is_noticed_or_in_bounds(places: list[tuple[int, int]], near: bool) -> None:
+def test_a_corrupt_forward_ring_is_noticed_or_in_bounds(places: list[tuple[int, int]], near: bool) -> None:
     spec = ForwardRingSpec(max_rows=8, max_spans=4, max_blocks_per_span=4)
     buffer = mmap.mmap(-1, ring_bytes(spec, 1))
     ring = ForwardRing(buffer, spec, 1)
     ring.initialize()
     few = np.arange(3, dtype=np.int32)
-    plan = ForwardInput(few, few, few, few[1:2], few[2:3], few[:2].reshape(1, 2), few[:1])
-    ring.write(1, 1, plan)
-    scribbled(buffer, places, 64 if near else 1 << 30)
+    forward_input = ForwardInput(few, few, few, few[1:2], few[2:3], few[:2].reshape(1, 2), few[:1])
+    ring.write(1, 1, forward_input)
+    corrupt(buffer, places, 64 if near else 1 << 30)
     try:
-        _, read = ring.read(1)
+        _, found = ring.read(1)
     except ShardDown as error:
         assert "corrupt" in str(error)  # noqa: PT017
         return
-    if read is not None:
-        assert len(read.token_ids) <= spec.max_rows
-        assert read.block_tables.shape[0] <= spec.max_spans
+    if found is not None:
+        assert len(found.token_ids) <= spec.max_rows
+        assert found.block_tables.shape[0] <= spec.max_spans

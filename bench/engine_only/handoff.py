@@ -75,5 +75,5 @@ def _answer(handle: BufferHandle) -> None:
             awake = time.perf_counter()
             if order is not None:
                 rows = [DraftResponseRow((1,) * row.k, (0.5,) * row.k) for row in order.rows]
-                end.answer(rows, draft_s=awake)
+                end.respond(rows, draft_s=awake)
     end.close()

@@ -1,1 +1,1 @@
-"""Files of a model: where they come from and what they mean."""
+"""Model folders: where they come from, their config, and reading their weights."""

@@ -1,7 +1,8 @@
-"""Whether a draft's folder belongs to a target's: what its config.json says it was made for, against what there is.
+"""Checks that a draft's model folder fits a target's.
 
-Owns the fingerprint and the comparison. A draft that fails it would never be wrong, only useless: verification keeps
-every answer exact. Knows no weights; their shapes are checked where they are read.
+Owns the fingerprint of a target, and its comparison with the one in the draft's config.json. A draft that does not fit
+would never give wrong output, since drafts are verified, but it would not help either. Knows nothing of weights: their
+shapes are checked when they are read.
 """
 
 from __future__ import annotations
@@ -16,10 +17,17 @@ from engine.errors import ConfigError
 
 
 def check_draft(folder: Path, target_folder: Path) -> ModelConfig:
-    """The draft's config, once it fits the target.
+    """Check a draft against its target.
+
+    Args:
+        folder: model folder of the draft.
+        target_folder: model folder of the target.
+
+    Returns:
+        The draft's config.
 
     Raises:
-        ConfigError: naming the field and both values.
+        ConfigError: the draft does not fit the target. Names the field and both values.
     """
     draft, target = ModelConfig.load(folder), ModelConfig.load(target_folder)
     made_for = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("target")
@@ -33,8 +41,8 @@ def check_draft(folder: Path, target_folder: Path) -> ModelConfig:
     if draft.shares_embedding or draft.architecture == "eagle":
         _compare("hidden_size", draft.hidden_size, target.hidden_size)
         _compare("vocab_size", draft.vocab_size, target.vocab_size)
-    beyond = [layer for layer in draft.feature_layers if layer >= target.num_layers]
-    if beyond:
+    missing = [layer for layer in draft.feature_layers if layer >= target.num_layers]
+    if missing:
         raise ConfigError(
             f"draft: feature_layers: it reads layers {list(draft.feature_layers)}, the target has 0 to "
             f"{target.num_layers - 1}; use a draft made for this target"
@@ -43,7 +51,11 @@ def check_draft(folder: Path, target_folder: Path) -> ModelConfig:
 
 
 def vocabulary_digest(path: Path) -> str:
-    """SHA-256 over the tokens of a `tokenizer.json` by id, whatever the file's layout; empty without a file."""
+    """SHA-256 of the tokens of a `tokenizer.json`, sorted by id; empty when there is no file.
+
+    Raises:
+        ConfigError: the file is not a tokenizer.
+    """
     if not path.exists():
         return ""
     try:
@@ -58,7 +70,7 @@ def vocabulary_digest(path: Path) -> str:
 
 
 def _fingerprint(target: ModelConfig, folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    """The target's own values of what a draft may name."""
+    """The target's values of the fields that a draft's fingerprint can contain."""
     values: dict[str, Any] = {
         "hidden_size": target.hidden_size,
         "num_hidden_layers": target.num_layers,

@@ -1,7 +1,7 @@
-"""A Llama model in a GGUF file, written out as a Hugging Face folder: bf16 safetensors, config, tokenizer.
+"""Converts a Llama model from a GGUF file to a Hugging Face folder: bf16 safetensors, config and tokenizer.
 
-Owns the mapping of GGUF names, metadata and layout to Hugging Face's. Knows nothing of caches or where the file came
-from.
+Owns the mapping of GGUF names, metadata and layout to those of Hugging Face. Knows nothing of caches or the source of
+the file.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _LAYER_TENSORS = {
     "ffn_down": "mlp.down_proj",
 }
 _CONTROL = 3
-"""Token type of specials in the GGUF token list."""
+"""Token type of special tokens in the GGUF token list."""
 
 
 def convert(source: Path, folder: Path, *, on_tensor: Callable[[int, int], None]) -> None:
     """Write the model of a GGUF file into a folder.
 
     Args:
-        source: GGUF file of a Llama with a byte-level BPE tokenizer of the SmolLM kind.
-        folder: exists; receives the files.
-        on_tensor: called after each tensor with (done, total).
+        source: GGUF file of a Llama model with SmolLM's byte-level BPE tokenizer.
+        folder: existing folder for the files.
+        on_tensor: called after each tensor with the number converted so far and the total.
 
     Raises:
-        ConfigError: the file is damaged, or of another kind.
+        ConfigError: the file is damaged, or its architecture or tokenizer is not supported.
         OSError, SafetensorError: the folder cannot be written.
     """
     with GGUFFile(source) as file:
@@ -55,11 +55,11 @@ def convert(source: Path, folder: Path, *, on_tensor: Callable[[int, int], None]
         if "output.weight" in file.names:
             names["output.weight"] = "lm_head.weight"
         tensors = {}
-        for done, (theirs, ours) in enumerate(names.items(), start=1):
-            array = file.read(theirs)
-            if theirs.endswith(("attn_q.weight", "attn_k.weight")):
+        for done, (gguf_name, name) in enumerate(names.items(), start=1):
+            array = file.read(gguf_name)
+            if gguf_name.endswith(("attn_q.weight", "attn_k.weight")):
                 array = _unpermute(array, config["head_dim"])
-            tensors[ours] = torch.from_numpy(np.array(array)).to(torch.bfloat16)
+            tensors[name] = torch.from_numpy(np.array(array)).to(torch.bfloat16)
             on_tensor(done, len(names))
         save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
         _write_json(folder / "config.json", config)
@@ -96,7 +96,7 @@ def _config(file: GGUFFile) -> dict[str, Any]:
         "head_dim": hidden // heads,
         "vocab_size": file.shape("token_embd.weight")[0],
         "max_position_embeddings": file.get("llama.context_length", int),
-        # Stored as float32; six digits bring back the decimal that was meant.
+        # Stored as float32. Six digits restore the decimal number of the original config.
         "rms_norm_eps": float(f"{file.get('llama.attention.layer_norm_rms_epsilon', float):.6g}"),
         "rope_theta": float(file.get("llama.rope.freq_base", float)),
         "tie_word_embeddings": "output.weight" not in file.names,
@@ -113,7 +113,7 @@ def _generation_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _num_layers(file: GGUFFile) -> int:
-    """Never above what the file has tensors for: a damaged number would make names until memory is full."""
+    """Number of layers, bounded by the number of tensors: a damaged number must not fill the memory with names."""
     count: int = file.get("llama.block_count", int)
     if not 0 < count <= len(file.names):
         raise ConfigError(f"model: llama.block_count = {count}, but the file holds {len(file.names)} tensors")
@@ -123,13 +123,13 @@ def _num_layers(file: GGUFFile) -> int:
 def _tensor_names(num_layers: int) -> dict[str, str]:
     names = {"token_embd.weight": "model.embed_tokens.weight"}
     for index in range(num_layers):
-        for theirs, ours in _LAYER_TENSORS.items():
-            names[f"blk.{index}.{theirs}.weight"] = f"model.layers.{index}.{ours}.weight"
+        for gguf_name, name in _LAYER_TENSORS.items():
+            names[f"blk.{index}.{gguf_name}.weight"] = f"model.layers.{index}.{name}.weight"
     return names | {"output_norm.weight": "model.norm.weight"}
 
 
 def _unpermute(weight: npt.NDArray[np.float32], head_dim: int) -> npt.NDArray[np.float32]:
-    """GGUF interleaves the two RoPE halves of each head, [pair, half]; Hugging Face keeps them apart, [half, pair]."""
+    """Reorder the rows of a q or k weight from GGUF's layout [pair, half] per head to Hugging Face's [half, pair]."""
     if weight.ndim != 2 or weight.shape[0] % head_dim:
         raise ConfigError(
             f"model: a q or k weight has shape {list(weight.shape)}; expected whole heads of {head_dim} rows"
@@ -139,7 +139,7 @@ def _unpermute(weight: npt.NDArray[np.float32], head_dim: int) -> npt.NDArray[np
 
 
 def _write_tokenizer(file: GGUFFile, folder: Path, *, max_len: int) -> None:
-    """tokenizer.json and tokenizer_config.json: digits one by one, then byte-level BPE."""
+    """Write tokenizer.json and tokenizer_config.json: byte-level BPE after splitting digits."""
     tokens: list[str] = file.get("tokenizer.ggml.tokens", list)
     kinds: list[int] = file.get("tokenizer.ggml.token_type", list)
     merges = [str(merge).partition(" ")[::2] for merge in file.get("tokenizer.ggml.merges", list)]

@@ -1,8 +1,8 @@
-"""Reading a GGUF file: its metadata and its tensors, dequantised one at a time.
+"""Reads GGUF files: metadata, and tensors dequantised one at a time.
 
-Owns the container format (version 2 and 3, little-endian) and checks every length against the file, so that damaged
-bytes end in `ConfigError` and not in a crash or an endless loop. The arithmetic of the quantised types is the `gguf`
-package's. Knows nothing of models. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Owns the container format (versions 2 and 3, little-endian). Every length is checked against the size of the file, so a
+damaged file raises `ConfigError`. The package `gguf` does the dequantisation. Knows nothing of models. Format:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -30,17 +30,21 @@ _MAX_DIMS = 4
 @dataclass(frozen=True, slots=True)
 class _TensorInfo:
     shape: tuple[int, ...]
-    """Rows first, as in numpy."""
+    """Shape in numpy's order, rows first."""
     kind: int
+    """GGML quantisation type."""
     offset: int
-    """Bytes after the start of the data section."""
+    """Byte offset from the start of the data section."""
 
 
 class GGUFFile:
-    """An open GGUF file; use as a context manager.
+    """An open GGUF file, used as a context manager.
+
+    Args:
+        path: of the file.
 
     Raises:
-        ConfigError: not a GGUF file, or damaged.
+        ConfigError: it is not a GGUF file, or is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,19 +72,23 @@ class GGUFFile:
         self.close()
 
     def close(self) -> None:
-        """Let the file go; arrays that were read stay."""
+        """Close the file. Arrays that were read stay valid."""
         self._bytes.close()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All tensors."""
+        """Names of all tensors."""
         return tuple(self._infos)
 
     def get(self, key: str, kind: type) -> Any:
-        """A metadata value of the given type; list for arrays.
+        """A metadata value.
+
+        Args:
+            key: name of the value.
+            kind: expected Python type; list for arrays.
 
         Raises:
-            ConfigError: it is missing or of another type.
+            ConfigError: the value is missing or has another type.
         """
         value = self.metadata.get(key)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
@@ -174,7 +182,7 @@ class GGUFFile:
         return raw.decode("utf-8")
 
     def _plausible(self, count: int) -> int:
-        """A count of things of at least a byte each, so never above what is left of the file."""
+        """Check a number of items of at least one byte each against the rest of the file, and return it."""
         if count > len(self._bytes) - self._position:
             raise ConfigError(f"model: {self.path} is damaged: a length of {count} at byte {self._position}")
         return count

@@ -1,8 +1,8 @@
 """The shape of a model, read from a Hugging Face `config.json`.
 
-Owns the meaning of every config key that changes the forward pass, for the families Llama, Mistral, Qwen2 and Qwen3,
-and for Paceline's own draft folders. A key that would change the result and is not supported is refused, never ignored.
-Knows nothing of tensors, files of weights or devices.
+Owns the meaning of each config key that changes the forward pass, for the families Llama, Mistral, Qwen2 and Qwen3, and
+for Paceline's own draft folders. An unsupported key that would change the result raises an error. Knows nothing of
+tensors, weight files or devices.
 """
 
 from __future__ import annotations
@@ -20,30 +20,33 @@ FAMILIES: tuple[str, ...] = get_args(Family)
 Architecture = Literal["draft_model", "eagle"]
 ARCHITECTURES: tuple[str, ...] = get_args(Architecture)
 SHARED_EMBEDDING = "shared with the target"
-"""Value of `embed_tokens` in a draft's config.json: the embedding is the target's own and not in the draft's file."""
+"""Value of `embed_tokens` in a draft's config.json when the draft uses the target's embedding."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched for long contexts."""
+    """Scaling of the rotary frequencies for long contexts."""
 
     kind: Literal["linear", "llama3"]
     factor: float
+    """Wavelengths are multiplied by this; with `llama3` only long ones."""
     low_freq_factor: float = 1.0
+    """`llama3`: a pair with fewer turns than this within `original_max_len` is scaled by `factor`."""
     high_freq_factor: float = 4.0
+    """`llama3`: a pair with more turns than this within `original_max_len` is not scaled."""
     original_max_len: int = 8192
-    """Tokens the model was first trained on; `llama3` only."""
+    """`llama3`: context length of the original training, in tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """One decoder-only model."""
+    """The shape of one decoder-only model."""
 
     family: Family
     vocab_size: int
-    """Rows of the token embedding; also of the head, unless `draft_vocab_size` is set."""
+    """Rows of the token embedding. Also rows of the head, unless `draft_vocab_size` is set."""
     hidden_size: int
     intermediate_size: int
     num_layers: int
@@ -54,29 +57,29 @@ class ModelConfig:
     rope_theta: float
     rope_scaling: RopeScaling | None
     max_model_len: int
-    """Longest prompt + output, tokens. Not above an active sliding window, so that full attention is exact."""
+    """Longest prompt and output together, in tokens. Bounded by an active sliding window."""
     tie_word_embeddings: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    """RMSNorm over each head of q and k before RoPE."""
+    """Whether each head of q and k has an RMSNorm before RoPE."""
     eos_token_ids: tuple[int, ...] = ()
     draft_vocab_size: int | None = None
-    """Rows of the head, where a draft scores only some tokens; `draft_vocab` in its file names them."""
+    """Rows of the head of a draft with a reduced vocabulary. Its tensor `draft_vocab` has the token ids."""
     shares_embedding: bool = False
-    """The token embedding comes from the target's folder."""
+    """Whether a draft takes its token embedding from the target's folder."""
     architecture: Architecture = "draft_model"
-    """Of a draft: a model of its own, or a head on the target's hidden states."""
+    """Architecture of a draft: a separate model, or a decoder on the target's hidden states."""
     feature_layers: tuple[int, ...] = ()
-    """Layers of the target, ascending, whose outputs an `eagle` draft reads; empty for everything else."""
+    """Layers of the target whose outputs an `eagle` draft reads, ascending; empty for other models."""
 
     @classmethod
     def load(cls, folder: Path) -> ModelConfig:
-        """Read `config.json` of a model folder, and the EOS ids of `generation_config.json` where there is one.
+        """Read `config.json` of a model folder, and the EOS ids of its `generation_config.json`, if any.
 
         Raises:
-            ConfigError: missing or unreadable file, or any reason of `parse`.
+            ConfigError: a file is missing or unreadable, or a reason of `parse`.
         """
         values = _read_json(folder / "config.json")
         generation = folder / "generation_config.json"
@@ -137,7 +140,7 @@ class ModelConfig:
 
 
 class _Keys:
-    """Typed access to raw config values; every complaint names the key."""
+    """Typed access to config values. Each error names the key."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
@@ -180,7 +183,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _refuse_unsupported(values: dict[str, Any]) -> None:
-    """Refuse keys that change the forward pass in ways this decoder does not follow."""
+    """Refuse keys that change the forward pass in a way that the decoder does not support."""
     if values.get("quantization_config") is not None:
         raise ConfigError(
             "quantization_config: quantised weights are not supported; allowed: float32, bfloat16, float16"
@@ -194,7 +197,7 @@ def _refuse_unsupported(values: dict[str, Any]) -> None:
 
 
 def _rope(values: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Base and scaling, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling`."""
+    """RoPE base and scaling, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling`."""
     name = "rope_parameters" if values.get("rope_parameters") is not None else "rope_scaling"
     rope = values.get(name) or {}
     if not isinstance(rope, dict):
@@ -218,7 +221,7 @@ def _rope(values: dict[str, Any]) -> tuple[float, RopeScaling | None]:
 
 
 def _max_model_len(values: dict[str, Any], keys: _Keys) -> int:
-    """The position limit, cut to the sliding window where one is active: below it, full attention is the same."""
+    """The position limit, or an active sliding window if that is shorter: within it, full attention is the same."""
     limit = keys.positive("max_position_embeddings", 2048)
     active = values.get("use_sliding_window", values["model_type"] == "mistral")
     if not active or values.get("sliding_window") is None:
@@ -250,7 +253,7 @@ def _architecture(values: dict[str, Any]) -> Architecture:
 
 def _feature_layers(values: dict[str, Any]) -> tuple[int, ...]:
     given = values.get("feature_layers")
-    right = isinstance(given, list) and all(type(layer) is int and layer >= 0 for layer in given)
-    if not right or not given or any(low >= high for low, high in itertools.pairwise(given)):
+    is_valid = isinstance(given, list) and all(type(layer) is int and layer >= 0 for layer in given)
+    if not is_valid or not given or any(low >= high for low, high in itertools.pairwise(given)):
         raise ConfigError(f"feature_layers: {given!r} given, allowed is an ascending list of layer numbers from 0")
     return tuple(given)

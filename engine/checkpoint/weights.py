@@ -1,7 +1,7 @@
-"""Reading weights: safetensors files, memory-mapped, whole or the part that one shard owns.
+"""Reads weights from memory-mapped safetensors files: whole tensors, or the part of one shard.
 
-Owns how a model is cut over tensor-parallel shards (`ShardSpec`) and the complaints about missing, extra and misshaped
-tensors. Knows tensor names only as strings; which names a model needs is `engine.model.load`' business.
+Owns how a model is divided over tensor-parallel shards (`ShardSpec`), and the errors for missing, unknown and misshaped
+tensors. Tensor names are plain strings here; `engine.model.shard_weights` knows which ones a model needs.
 """
 
 from __future__ import annotations
@@ -22,13 +22,21 @@ from engine.errors import ConfigError
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SCALE_SUFFIX = ".int8_scale"
-"""A tensor stored as int8 has its rows' float32 scales beside it, under its name and this."""
+"""Suffix of the tensor with the float32 scale of each row of an int8 tensor."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSpec:
-    """Which part of a tensor-parallel model a process owns."""
+    """The part of a tensor-parallel model that one process owns.
+
+    Args:
+        rank: of the shard, within [0, size).
+        size: number of shards.
+
+    Raises:
+        ConfigError: the rank is out of range.
+    """
 
     rank: int = 0
     size: int = 1
@@ -38,18 +46,18 @@ class ShardSpec:
             raise ConfigError(f"rank: {self.rank} is not within [0, {self.size})")
 
     def part(self, total: int) -> slice:
-        """This rank's share of `total` units, as even as whole units allow; earlier ranks take the remainder."""
+        """This rank's part of `total` units. Parts differ by at most one unit; lower ranks have the larger ones."""
         base, extra = divmod(total, self.size)
         start = self.rank * base + min(self.rank, extra)
         return slice(start, start + base + (self.rank < extra))
 
     def parts(self, total: int) -> tuple[int, ...]:
-        """Units of every rank, in rank order."""
+        """Number of units of each rank, in rank order."""
         base, extra = divmod(total, self.size)
         return tuple(base + (rank < extra) for rank in range(self.size))
 
     def kv_heads(self, config: ModelConfig) -> slice:
-        """This rank's KV heads; its query heads are those of the same groups.
+        """This rank's KV heads. Its query heads are those of the same groups.
 
         Raises:
             ConfigError: there are more shards than KV heads.
@@ -63,17 +71,17 @@ class ShardSpec:
 
 
 WHOLE = ShardSpec()
-"""A model that is not cut."""
+"""The only shard of a model."""
 
 
 class WeightFiles:
     """The tensors of one model folder, by name.
 
     Args:
-        folder: holds `model.safetensors`, or `model.safetensors.index.json` and the files that it names.
+        folder: has `model.safetensors`, or `model.safetensors.index.json` and the files that it names.
 
     Raises:
-        ConfigError: no safetensors in the folder, or a file is damaged.
+        ConfigError: the folder has no safetensors, or a file is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -88,16 +96,16 @@ class WeightFiles:
     def read(
         self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, cols: slice | None = None
     ) -> torch.Tensor:
-        """One tensor, or the part [rows, cols] of it, without reading the rest.
+        """Read a tensor, or the part [rows, cols] of it.
 
         Args:
-            name: as in the file.
-            shape: of the whole tensor, as the config implies it.
-            rows: part of the first dimension; None is all.
-            cols: part of the second dimension; None is all.
+            name: of the tensor in the file.
+            shape: expected shape of the whole tensor.
+            rows: part of the first dimension; None reads all.
+            cols: part of the second dimension; None reads all.
 
         Raises:
-            ConfigError: the tensor is missing, has another shape, or is of a type that is not supported.
+            ConfigError: the tensor is missing, has another shape, or cannot be read.
         """
         file = self._home.get(name)
         if file is None:
@@ -117,7 +125,13 @@ class WeightFiles:
     def read_float(
         self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, cols: slice | None = None
     ) -> torch.Tensor:
-        """As `read`, for weights: floats, or int8 rows with a scale each, which come as float32."""
+        """Read a weight: a float tensor, or an int8 tensor with a scale per row, which is returned as float32.
+
+        The arguments are those of `read`.
+
+        Raises:
+            ConfigError: a reason of `read`, or the tensor is of another dtype.
+        """
         tensor = self.read(name, shape, rows=rows, cols=cols)
         if tensor.dtype is torch.int8 and name + SCALE_SUFFIX in self:
             scale = self.read(name + SCALE_SUFFIX, shape[:1], rows=rows).float()
@@ -129,17 +143,17 @@ class WeightFiles:
         return tensor
 
     def num_elements(self) -> int:
-        """Numbers in all tensors."""
+        """Number of elements of all tensors."""
         return sum(math.prod(file.get_slice(name).get_shape()) for name, file in self._home.items())
 
     def check_all_read(self, *, ignore: Iterable[str] = ()) -> None:
-        """Complain about tensors that no part of the model asked for: the config is not that of these weights.
+        """Check that every tensor has been read: an unread one means that the config does not fit the weights.
 
         Args:
-            ignore: endings of names that carry nothing the forward pass needs.
+            ignore: suffixes of tensor names that the forward pass does not need.
 
         Raises:
-            ConfigError: naming up to five of them, with their shapes.
+            ConfigError: tensors were not read. Names up to five of them, with their shapes.
         """
         extra = sorted(name for name in self._home if name not in self._read and not name.endswith(tuple(ignore)))
         if extra:

@@ -1,1 +1,1 @@
-"""Who proposes draft tokens."""
+"""Drafters: the methods that propose tokens for verification."""

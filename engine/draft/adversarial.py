@@ -1,6 +1,6 @@
-"""A draft that is never right, at the price of one that tries: the worst case a pace has to survive, for benchmarks.
+"""A drafter that is always wrong and costs as much as a real one: the worst case for a pace, used by benchmarks.
 
-Owns nothing but the swap of tokens; another method drafts, so that time and memory are real.
+Owns only the replacement of tokens. Another drafter produces the draft, so its time and memory are real.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from engine.core.step import Batch, Draft, DraftRow
 
 
 class WrongDrafter:
-    """Replaces each drafted token by a far neighbour, as if it were certain.
+    """Replaces each drafted token id by another one, half a vocabulary away, as a certain (one-hot) draft.
 
     Args:
-        inner: the method that drafts.
-        vocab_size: of the target; its ids are below.
+        drafter: produces the draft.
+        vocab_size: vocabulary size of the target.
     """
 
-    def __init__(self, inner: Drafter, vocab_size: int) -> None:
-        self.inner = inner
+    def __init__(self, drafter: Drafter, vocab_size: int) -> None:
+        self._drafter = drafter
         self._vocab_size = vocab_size
 
     def draft(self, batch: Batch) -> Draft:
-        draft = self.inner.draft(batch)
-        return replace(draft, rows=tuple(self._swapped(row) for row in draft.rows))
+        draft = self._drafter.draft(batch)
+        return replace(draft, rows=tuple(self._replace_tokens(row) for row in draft.rows))
 
     def forget(self, keys: Sequence[int]) -> None:
-        self.inner.forget(keys)
+        self._drafter.forget(keys)
 
-    def _swapped(self, row: DraftRow) -> DraftRow:
+    def _replace_tokens(self, row: DraftRow) -> DraftRow:
         if not row.token_ids:
             return row
         half = self._vocab_size // 2

@@ -1,11 +1,11 @@
-"""How a draft model reads committed tokens and goes on from its own: what differs between the architectures.
+"""What differs between draft architectures: the input of the draft's decoder at committed and at drafted tokens.
 
-Owns which tokens have a cell in the draft's cache and what enters the model there. Sequences, blocks and the choice of
-tokens are the same for all, in `engine.draft.proposer`.
+Owns which tokens have a KV slot in the draft's cache. Sequences, blocks and the choice of tokens are the same for all
+architectures (`engine.draft.proposer`).
 
-    draft_model   cell of token p: the token.                   A cell that was drafted and accepted stays.
-    eagle         cell of token p: the token, and the target's features at p - 1; token 0 has none.
-                  Drafted cells hold the head's own output in their place, so they are always computed again.
+    draft_model   input at position p: the token. KV of a drafted token stays valid when the token is accepted.
+    eagle         input at position p: the token and the target's features at p - 1; token 0 has no slot.
+                  At drafted tokens the head's own output replaces the features, so their KV is always recomputed.
 """
 
 from __future__ import annotations
@@ -25,49 +25,55 @@ from engine.model.eagle_head import EagleHead
 from engine.model.load import Model
 
 _TABLE_ROWS = 4096
-"""Tokens computed at once for the table of an eagle draft."""
+"""Vocabulary rows that are projected at once when the token table of an EAGLE draft is built."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What a forward leaves at the rows that draft on."""
+    """Result of a forward at the last token of each row that is drafted for."""
 
     logits: torch.Tensor
     """[R, draft_vocab] float32."""
     previous_hidden: torch.Tensor | None = None
-    """[R, hidden_size] what the next drafted row of each takes along, where the architecture has that."""
+    """[R, hidden_size] hidden states that the next drafted position takes as input; None for a plain draft model."""
 
-    def of(self, rows: list[int]) -> Outputs:
-        """Those of some rows."""
+    def select(self, rows: list[int]) -> Outputs:
+        """The outputs of some rows."""
         if len(rows) == len(self.logits):
             return self
         return Outputs(self.logits[rows], None if self.previous_hidden is None else self.previous_hidden[rows])
 
 
 class Architecture(Protocol):
-    """The model behind a draft, over its cache."""
+    """A draft model with its KV cache."""
 
     reads_features: bool
-    """Whether a committed token has a cell only together with the target's features at the position before it."""
+    """Whether a committed token needs the target's features at the position before it to get a KV slot."""
 
-    def read(self, forward_input: ForwardInput, features: torch.Tensor | None) -> Outputs:
-        """Compute the cells of committed tokens.
+    def compute_committed(self, forward_input: ForwardInput, features: torch.Tensor | None) -> Outputs:
+        """Compute K, V and logits of committed tokens.
 
         Args:
-            features: [N, width] of the position before each row, where `reads_features`.
+            forward_input: N rows.
+            features: [N, feature width] of the position before each row, where `reads_features`; None otherwise.
         """
         ...
 
-    def extend(self, forward_input: ForwardInput, previous_hidden: torch.Tensor | None) -> Outputs:
-        """Compute one cell per span, of the token drafted last, with what its last row carried."""
+    def compute_drafted(self, forward_input: ForwardInput, previous_hidden: torch.Tensor | None) -> Outputs:
+        """Compute K, V and logits of the token that each span drafted last.
+
+        Args:
+            forward_input: one row per span.
+            previous_hidden: `Outputs.previous_hidden` of the forward before, for the same spans.
+        """
         ...
 
 
 class PlainArchitecture:
-    """A model of its own.
+    """A separate small language model.
 
     Args:
-        forward: plan in, logits [R, draft_vocab] float32 out.
+        forward: returns logits [R, draft_vocab] float32.
     """
 
     reads_features = False
@@ -75,22 +81,22 @@ class PlainArchitecture:
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
 
-    def read(self, forward_input: ForwardInput, features: torch.Tensor | None) -> Outputs:
+    def compute_committed(self, forward_input: ForwardInput, features: torch.Tensor | None) -> Outputs:
         del features
         return Outputs(self._forward(forward_input))
 
-    def extend(self, forward_input: ForwardInput, previous_hidden: torch.Tensor | None) -> Outputs:
+    def compute_drafted(self, forward_input: ForwardInput, previous_hidden: torch.Tensor | None) -> Outputs:
         del previous_hidden
         return Outputs(self._forward(forward_input))
 
 
 class EagleArchitecture:
-    """A head on the target's hidden states.
+    """An EAGLE draft: a small decoder on the target's hidden states.
 
     Args:
-        head: makes what enters the decoder.
-        decoder: yields logits, and the output of its last layer as hidden.
-        caches: of its layers.
+        head: computes the input of the decoder.
+        decoder: returns logits, and the output of its last layer as hidden states.
+        caches: KV cache of each decoder layer.
     """
 
     reads_features = True
@@ -101,30 +107,30 @@ class EagleArchitecture:
         self._caches = caches
         self._table = self._token_table() if decoder.device.type == "cpu" else None
 
-    def read(self, forward_input: ForwardInput, features: torch.Tensor | None) -> Outputs:
+    def compute_committed(self, forward_input: ForwardInput, features: torch.Tensor | None) -> Outputs:
         if features is None:
-            raise EngineError("an eagle draft reads committed tokens with features only")
-        return self._forward(forward_input, self._head.committed(self._tokens(forward_input), features))
+            raise EngineError("an eagle draft needs features for committed tokens")
+        return self._forward(forward_input, self._head.committed_inputs(self._tokens(forward_input), features))
 
-    def extend(self, forward_input: ForwardInput, previous_hidden: torch.Tensor | None) -> Outputs:
+    def compute_drafted(self, forward_input: ForwardInput, previous_hidden: torch.Tensor | None) -> Outputs:
         if previous_hidden is None:
-            raise EngineError("an eagle draft goes on from its own output only")
-        return self._forward(forward_input, self._head.drafted(self._tokens(forward_input), previous_hidden))
+            raise EngineError("an eagle draft needs its previous hidden state for drafted tokens")
+        return self._forward(forward_input, self._head.drafted_inputs(self._tokens(forward_input), previous_hidden))
 
     def _tokens(self, forward_input: ForwardInput) -> torch.Tensor:
         ids = self._index(forward_input.token_ids)
         if self._table is not None:
             return F.embedding(ids, self._table)
-        return self._head.tokens(F.embedding(ids, self._decoder.embedding))
+        return self._head.project_tokens(F.embedding(ids, self._decoder.embedding))
 
     @torch.inference_mode()
     def _token_table(self) -> torch.Tensor:
-        """[vocab, H] what each token brings along: as large as the embedding, and a tenth of a step saved."""
-        parts = torch.split(self._decoder.embedding, _TABLE_ROWS)
-        return torch.cat([self._head.tokens(part) for part in parts])
+        """[vocab, hidden_size] projected embedding of each token. Makes a step about 10% faster."""
+        chunks = torch.split(self._decoder.embedding, _TABLE_ROWS)
+        return torch.cat([self._head.project_tokens(chunk) for chunk in chunks])
 
-    def _forward(self, forward_input: ForwardInput, entering: torch.Tensor) -> Outputs:
-        result = self._decoder.forward(forward_input, self._caches, entering)
+    def _forward(self, forward_input: ForwardInput, inputs: torch.Tensor) -> Outputs:
+        result = self._decoder.forward(forward_input, self._caches, inputs)
         if result.logits is None or result.hidden is None:
             raise EngineError("the draft got no logits")
         hidden = result.hidden

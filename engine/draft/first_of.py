@@ -1,8 +1,7 @@
-"""What a grammar leaves no choice about is drafted without asking anybody: field names, brackets, the rest of a word.
+"""Two drafters in order of precedence: each span gets the draft of the first one that finds something for it.
 
-Owns nothing but the order of precedence: where the grammar foresees tokens they are the draft, certain (q is one-hot);
-elsewhere the method behind it drafts. Where one text has several spellings in tokens the draft is a good guess, and
-verification keeps it exact.
+Owns the merge only. The engine uses it twice: grammar-forced tokens come before everything else, and prompt lookup
+comes before a draft model.
 """
 
 from __future__ import annotations
@@ -12,67 +11,37 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from engine.core.drafter import Drafter
-from engine.core.step import Batch, Draft, DraftRow, Span
+from engine.core.step import Batch, Draft, DraftSource
 
 
-class ForcedDrafter:
-    """Drafts from grammars first.
-
-    Args:
-        inner: the method for everything else.
-    """
-
-    def __init__(self, inner: Drafter) -> None:
-        self.inner = inner
-
-    def draft(self, batch: Batch) -> Draft:
-        foreseen = {index: tokens for index, span in enumerate(batch.spans) if (tokens := _foreseen(span))}
-        if not foreseen:
-            return self.inner.draft(batch)
-        left = [replace(span, k=0) if index in foreseen else span for index, span in enumerate(batch.spans)]
-        draft = self.inner.draft(replace(batch, spans=tuple(left)))
-        rows = list(draft.rows)
-        for index, tokens in foreseen.items():
-            rows[index] = DraftRow(token_ids=tokens, reason="plan", source="grammar")
-        return replace(draft, rows=tuple(rows))
-
-    def forget(self, keys: Sequence[int]) -> None:
-        self.inner.forget(keys)
-
-
-def _foreseen(span: Span) -> tuple[int, ...]:
-    logits_processor = span.request.logits_processor
-    if span.max_lookup_k == 0 or logits_processor is None or logits_processor.matcher is None:
-        return ()
-    logits_processor.follow(span.request.tokens)
-    return logits_processor.matcher.foreseen(span.max_lookup_k)
-
-
-class LookupFirst:
-    """Methods `draft_model` and `eagle` with `lookup`.
+class FirstOf:
+    """Asks `first` for every span, then `rest` for the spans that `first` left empty.
 
     Args:
-        lookup: asked first.
-        model: asked for the spans in which nothing was found.
+        first: a drafter without a forward pass. Its tokens are certain: it returns no probabilities.
+        rest: the method for all other spans. It sees k = 0 where `first` has drafted.
+        source: the source that the rows of `first` are counted under.
     """
 
-    def __init__(self, lookup: Drafter, model: Drafter) -> None:
-        self._lookup = lookup
-        self._model = model
+    def __init__(self, first: Drafter, rest: Drafter, *, source: DraftSource) -> None:
+        self._first = first
+        self._rest = rest
+        self._source: DraftSource = source
 
     def draft(self, batch: Batch) -> Draft:
-        found = self._lookup.draft(batch).rows
+        found = self._first.draft(batch).rows
         if not any(row.token_ids for row in found):
-            return self._model.draft(batch)
-        places = zip(batch.spans, found, strict=True)
-        rest = tuple(replace(span, k=0) if row.token_ids else span for span, row in places)
-        draft = self._model.draft(replace(batch, spans=rest))
+            return self._rest.draft(batch)
+        spans = tuple(
+            replace(span, k=0) if row.token_ids else span for span, row in zip(batch.spans, found, strict=True)
+        )
+        draft = self._rest.draft(replace(batch, spans=spans))
         rows = tuple(
-            replace(own, reason="plan", source="lookup") if own.token_ids else other
-            for own, other in zip(found, draft.rows, strict=True)
+            replace(row, reason="plan", source=self._source) if row.token_ids else other
+            for row, other in zip(found, draft.rows, strict=True)
         )
         return replace(draft, rows=rows)
 
     def forget(self, keys: Sequence[int]) -> None:
-        self._lookup.forget(keys)
-        self._model.forget(keys)
+        self._first.forget(keys)
+        self._rest.forget(keys)

@@ -1,11 +1,12 @@
-"""Drafting methods, and which of them the settings ask for."""
+"""The drafter that the settings ask for."""
 
 from __future__ import annotations
 
 from engine.config import SpeculativeConfig
 from engine.core.drafter import Drafter, NoDrafter
 from engine.draft.adversarial import WrongDrafter
-from engine.draft.first_of import ForcedDrafter, LookupFirst
+from engine.draft.first_of import FirstOf
+from engine.draft.grammar import GrammarDrafter
 from engine.draft.ngram import NgramDrafter
 from engine.draft.remote import RemoteDrafter
 
@@ -13,17 +14,17 @@ __all__ = ["make_drafter"]
 
 
 def make_drafter(config: SpeculativeConfig, remote: RemoteDrafter | None, *, vocab_size: int) -> Drafter:
-    """Phase two of the step.
+    """The drafter of one engine: grammar-forced tokens first, then the configured method.
 
     Args:
         config: names the method.
-        remote: the way to the model in another process; None where the method has none.
-        vocab_size: of the target.
+        remote: drafts with the model in another process; None where the method has no model.
+        vocab_size: vocabulary size of the target.
     """
     drafter = _method(config, remote)
     if config.wrong_drafts:
         drafter = WrongDrafter(drafter, vocab_size)
-    return ForcedDrafter(drafter)
+    return FirstOf(GrammarDrafter(), drafter, source="grammar")
 
 
 def _method(config: SpeculativeConfig, remote: RemoteDrafter | None) -> Drafter:
@@ -32,4 +33,4 @@ def _method(config: SpeculativeConfig, remote: RemoteDrafter | None) -> Drafter:
     lookup = NgramDrafter(min_size=config.ngram_min, max_size=config.ngram_max)
     if remote is None:
         return lookup
-    return LookupFirst(lookup, remote) if config.lookup else remote
+    return FirstOf(lookup, remote, source="lookup") if config.lookup else remote

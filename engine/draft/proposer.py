@@ -1,7 +1,7 @@
-"""The draft's own work: keep up with committed tokens, then run ahead of them.
+"""The draft's computation in one step: compute the committed tokens, then draft up to k tokens per request.
 
-Owns the sequences the target has told it about, their KV blocks, and how tokens are chosen. Knows orders and answers,
-not how they travel, nor what the model is (`engine.draft.architectures`).
+Owns the sequences of all requests, their KV blocks, and how draft tokens are chosen. Knows draft requests and
+responses, not how they travel, nor which model computes the logits (`engine.draft.architectures`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from engine.sampling.grammar import Grammars, Matcher
 from engine.sampling.logits_processor import BatchLogitsProcessor, Columns, LogitsProcessor
 
 
-class DraftModel:
-    """Answers orders with a model.
+class Proposer:
+    """Turns draft requests into draft tokens with a model.
 
     Args:
-        architecture: the model over its own cache.
-        pool: blocks of that cache.
-        vocab: [draft_vocab] int64 target ids of the logit columns, or None when column i is token i.
-        max_model_len: longest sequence the draft can hold.
-        grammars: compiles what answers must match; None drafts nothing for such requests.
+        architecture: the model and its KV cache.
+        pool: blocks of that KV cache.
+        vocab: [draft_vocab] int64, target token id of each logit column; None when column i is token i.
+        max_model_len: longest sequence of the draft, in tokens.
+        grammars: compiles grammars; None refuses requests that have one.
     """
 
     def __init__(
@@ -50,73 +50,76 @@ class DraftModel:
         self._sequences: dict[int, DraftSequence] = {}
 
     @torch.inference_mode()
-    def answer(
+    def propose(
         self,
         rows: Sequence[DraftRequestRow],
         released: Sequence[int],
         probs: torch.Tensor,
         features: torch.Tensor | None = None,
     ) -> tuple[DraftResponseRow, ...]:
-        """Read what is fed, draft what is asked for.
+        """Compute new committed tokens and draft.
 
         Args:
-            probs: [max_rows, max_k, draft_vocab] float32, where q is written for rows that need it.
-            features: [rows of the ring, width] of the target, for an architecture that reads them.
+            rows: the rows of the draft request.
+            released: keys of requests that have ended.
+            probs: [max_rows, max_k, draft_vocab] float32. Receives q for the rows that need it.
+            features: [ring rows, feature width] of the target, for an architecture that reads features.
 
         Returns:
-            One row per order row.
+            One response row per request row.
         """
         for key in released:
             self._drop(key)
-        answers = [DraftResponseRow()] * len(rows)
+        response = [DraftResponseRow()] * len(rows)
         drafting: list[Drafting] = []
-        for place, order in enumerate(rows):
+        for row_index, request_row in enumerate(rows):
             try:
-                row = self._take(place, order)
+                row = self._prepare(row_index, request_row)
             except InvalidRequest:
-                self._drop(order.key)
-                answers[place] = DraftResponseRow(reason="options")
+                self._drop(request_row.key)
+                response[row_index] = DraftResponseRow(reason="options")
                 continue
             if row is None:
-                answers[place] = DraftResponseRow(reason="memory")
+                response[row_index] = DraftResponseRow(reason="memory")
             else:
                 drafting.append(row)
-        outputs = self._read(drafting, features)
-        self._run_ahead([row for row in drafting if row.k > 0], outputs, probs)
+        outputs = self._compute_committed(drafting, features)
+        self._draft_tokens([row for row in drafting if row.k > 0], outputs, probs)
         for row in drafting:
-            answers[row.place] = DraftResponseRow(
+            response[row.row_index] = DraftResponseRow(
                 tuple(row.token_ids), tuple(row.confidences), row.samples_from_q, row.reason
             )
-        return tuple(answers)
+        return tuple(response)
 
-    def _take(self, place: int, order: DraftRequestRow) -> Drafting | None:
-        """Bring the order's sequence to its committed tokens and see what can be done; None when there is no memory.
+    def _prepare(self, row_index: int, request_row: DraftRequestRow) -> Drafting | None:
+        """Bring the sequence to its committed tokens and reserve KV slots; None when memory is short.
 
         Raises:
-            InvalidRequest: its grammar cannot be followed here.
+            InvalidRequest: this draft cannot compile the grammar.
         """
-        sequence = self._follow(order)
+        sequence = self._follow(request_row)
         if sequence is None:
             return None
-        unread, places = self._unread(order, sequence)
-        num_cells = len(sequence.positions) + len(unread) + max(0, order.k - 1)
-        num_tokens = len(sequence.tokens) + max(0, order.k - 1)
-        if num_tokens > self._max_model_len or not self._pool.reserve(sequence, num_cells):
-            self._drop(order.key)
+        uncomputed, feature_rows = self._uncomputed(request_row, sequence)
+        num_ahead = max(0, request_row.k - 1)  # the last drafted token needs no slot
+        num_slots = len(sequence.positions) + len(uncomputed) + num_ahead
+        num_tokens = len(sequence.tokens) + num_ahead
+        if num_tokens > self._max_model_len or not self._pool.reserve(sequence, num_slots):
+            self._drop(request_row.key)
             return None
-        row = Drafting(place, order, sequence, order.sampling, order.k, unread, places)
+        row = Drafting(row_index, request_row, sequence, request_row.sampling, request_row.k, uncomputed, feature_rows)
         if not self._is_ready(sequence):
             row.k = 0
             row.reason = "catch_up" if sequence.logits_processor is None else "plan"
-        if not unread or unread[-1] != len(sequence.tokens) - 1:  # no features there: nothing to go on from
+        if not uncomputed or uncomputed[-1] != len(sequence.tokens) - 1:  # No features at the last token: no logits.
             row.k, row.reason = 0, "catch_up"
         return row
 
     def _is_ready(self, sequence: DraftSequence) -> bool:
-        """Whether it can be drafted for now; its rules stand at its last token then.
+        """Whether the request's options can be applied now. If so, its logits processor is at the last token.
 
         Raises:
-            InvalidRequest: its grammar cannot be followed here.
+            InvalidRequest: this draft cannot compile the grammar.
         """
         options = sequence.options
         if options is None:
@@ -134,93 +137,95 @@ class DraftModel:
         sequence.logits_processor.follow(sequence.tokens)
         return sequence.logits_processor.num_tokens == len(sequence.tokens)
 
-    def _follow(self, order: DraftRequestRow) -> DraftSequence | None:
-        """The order's sequence with its committed tokens, rolled back to what stays; None when it is not known."""
+    def _follow(self, request_row: DraftRequestRow) -> DraftSequence | None:
+        """The request's sequence, rolled back to its committed tokens; None when it is unknown here."""
         keeps_agreed = not self._architecture.reads_features
-        if order.start == 0:
-            self._drop(order.key)
+        if request_row.start == 0:
+            self._drop(request_row.key)
             first = 0 if keeps_agreed else 1
-            self._sequences[order.key] = DraftSequence(order.key, first, options=order.options)
-        sequence = self._sequences.get(order.key)
+            self._sequences[request_row.key] = DraftSequence(request_row.key, first, options=request_row.options)
+        sequence = self._sequences.get(request_row.key)
         if sequence is None:
-            return None  # told to go on with something it does not have; it will be told from the start
-        sequence.follow(order.start, order.new_tokens, keeps_agreed=keeps_agreed)
-        if order.start == 0:
+            return None  # The reason "memory" makes the target send the request from the start.
+        sequence.follow(request_row.start, request_row.new_tokens, keeps_agreed=keeps_agreed)
+        if request_row.start == 0:
             num_found = self._pool.attach_prefix(sequence)
             sequence.positions = list(range(sequence.first, sequence.first + num_found))
         return sequence
 
-    def _unread(self, order: DraftRequestRow, sequence: DraftSequence) -> tuple[Sequence[int], Sequence[int]]:
-        """Positions that are to get a cell, and where the features before each are."""
-        unread = sequence.unread()
+    def _uncomputed(self, request_row: DraftRequestRow, sequence: DraftSequence) -> tuple[Sequence[int], Sequence[int]]:
+        """Positions that get a KV slot now, and the feature row that each of them reads."""
+        uncomputed = sequence.uncomputed()
         if not self._architecture.reads_features:
-            return unread, ()
-        found = [
-            (position, place)
-            for position, place in enumerate(order.feature_rows, order.start)
-            if place >= 0 and position in unread
+            return uncomputed, ()
+        available = [
+            (position, feature_row)
+            for position, feature_row in enumerate(request_row.feature_rows, request_row.start)
+            if feature_row >= 0 and position in uncomputed
         ]
-        return [position for position, _ in found], [place for _, place in found]
+        return [position for position, _ in available], [feature_row for _, feature_row in available]
 
     def _drop(self, key: int) -> None:
         sequence = self._sequences.pop(key, None)
         if sequence is not None:
             self._pool.release(sequence)
 
-    def _read(self, drafting: Sequence[Drafting], features: torch.Tensor | None) -> Outputs | None:
-        """One forward over all committed tokens without a cell; outputs of the last of each row that drafts."""
+    def _compute_committed(self, drafting: Sequence[Drafting], features: torch.Tensor | None) -> Outputs | None:
+        """One forward over all committed tokens without a KV slot.
+
+        Returns:
+            Outputs at the last token of each row with k > 0; None when there is nothing to compute.
+        """
         spans = []
-        places: list[int] = []
+        feature_rows: list[int] = []
         for row in drafting:
-            if row.unread:
-                token_ids = [row.sequence.tokens[position] for position in row.unread]
-                spans.append(self._cells(row.sequence, token_ids, row.unread, num_logits=1 if row.k > 0 else 0))
-                places += row.places
+            if row.uncomputed:
+                token_ids = [row.sequence.tokens[position] for position in row.uncomputed]
+                spans.append(self._extend(row.sequence, token_ids, row.uncomputed, num_logits=1 if row.k > 0 else 0))
+                feature_rows += row.feature_rows
         if not spans:
             return None
-        gathered = None
+        read = None
         if features is not None and self._architecture.reads_features:
-            gathered = features.index_select(0, torch.tensor(places, device=features.device))
-        outputs = self._architecture.read(pack_spans(spans, self._pool.block_size), gathered)
+            read = features.index_select(0, torch.tensor(feature_rows, device=features.device))
+        outputs = self._architecture.compute_committed(pack_spans(spans, self._pool.block_size), read)
         for row in drafting:
             if row.sequence.has_no_gap:
                 self._pool.register(row.sequence)
         return outputs
 
-    def _cells(
+    def _extend(
         self, sequence: DraftSequence, token_ids: Sequence[int], positions: Sequence[int], *, num_logits: int
     ) -> SpanRows:
-        """The next cells of a sequence, for these tokens."""
+        """Give the next KV slots of a sequence to these tokens."""
         start = len(sequence.positions)
         sequence.positions += positions
         return SpanRows(token_ids, start, sequence.block_ids, num_logits, positions)
 
-    def _run_ahead(self, active: list[Drafting], outputs: Outputs | None, probs: torch.Tensor) -> None:
-        """Draft one token per row and pass, each row up to its own K or floor."""
+    def _draft_tokens(self, active: list[Drafting], outputs: Outputs | None, probs: torch.Tensor) -> None:
+        """Draft one token per row and forward, until each row reaches its K or its early-exit threshold."""
         while active and outputs is not None:
             batch_processor = BatchLogitsProcessor(self._columns)
             for index, row in enumerate(active):
                 if row.sequence.logits_processor is not None:
                     batch_processor.add(index, row.sequence.logits_processor)
             batch_processor.apply(outputs.logits)
-            if (
-                batch_processor.can_exclude_all
-            ):  # rows for which the draft knows no token that the rules allow have ended
+            if batch_processor.can_exclude_all:  # A row ends where its grammar allows no token of the draft's.
                 possible = torch.isfinite(outputs.logits.amax(dim=-1)).tolist()
-                active, outputs = _kept(active, outputs, possible)
+                active, outputs = _keep_rows(active, outputs, possible)
             if active:
                 self._choose(active, outputs.logits, probs)
-            active, outputs = _kept(active, outputs, [row.goes_on for row in active])
+            active, outputs = _keep_rows(active, outputs, [row.continues for row in active])
             if active:
-                outputs = self._go_on(active, outputs.previous_hidden)
+                outputs = self._compute_drafted(active, outputs.previous_hidden)
 
-    def _go_on(self, active: Sequence[Drafting], previous_hidden: torch.Tensor | None) -> Outputs:
+    def _compute_drafted(self, active: Sequence[Drafting], previous_hidden: torch.Tensor | None) -> Outputs:
         """One forward over the token that each row drafted last."""
         spans = []
         for row in active:
             tokens = row.sequence.tokens
-            spans.append(self._cells(row.sequence, tokens[-1:], (len(tokens) - 1,), num_logits=1))
-        return self._architecture.extend(pack_spans(spans, self._pool.block_size), previous_hidden)
+            spans.append(self._extend(row.sequence, tokens[-1:], (len(tokens) - 1,), num_logits=1))
+        return self._architecture.compute_drafted(pack_spans(spans, self._pool.block_size), previous_hidden)
 
     def _choose(self, active: Sequence[Drafting], logits: torch.Tensor, probs: torch.Tensor) -> None:
         """Append one drafted token to each row.
@@ -233,11 +238,11 @@ class DraftModel:
         sampled = [index for index, row in enumerate(active) if not row.sampling.greedy]
         if sampled:
             q = warp(logits[sampled], [active[index].sampling for index in sampled])
-            for index, sampling in zip(sampled, q, strict=True):
+            for index, distribution in zip(sampled, q, strict=True):
                 if active[index].samples_from_q:
-                    probs[active[index].place, len(active[index].token_ids)].copy_(sampling)
+                    probs[active[index].row_index, len(active[index].token_ids)].copy_(distribution)
             ids = self._vocab if self._vocab is not None else torch.arange(logits.shape[-1], device=logits.device)
-            noise = gumbel([self._seed(active[index]) for index in sampled], ids)
+            noise = gumbel([self._draw_seed(active[index]) for index in sampled], ids)
             columns[sampled] = draw(q, noise)
         chosen: list[int] = (columns if self._vocab is None else self._vocab[columns]).tolist()
         for row, token, confidence in zip(active, chosen, confidences, strict=True):
@@ -249,14 +254,14 @@ class DraftModel:
             if logits_processor is not None and (not logits_processor.push(token) or logits_processor.has_ended):
                 row.k = len(row.token_ids)
 
-    def _seed(self, row: Drafting) -> int:
+    def _draw_seed(self, row: Drafting) -> int:
         purpose = Purpose.TOKEN if row.sampling.coupled else Purpose.DRAFT
         return stream_seed(row.sampling.stream_key, len(row.sequence.tokens), purpose, row.sampling.attempt)
 
 
-def _kept(active: list[Drafting], outputs: Outputs, keep: list[bool]) -> tuple[list[Drafting], Outputs]:
-    """The rows to keep, and their outputs."""
+def _keep_rows(active: list[Drafting], outputs: Outputs, keep: list[bool]) -> tuple[list[Drafting], Outputs]:
+    """The rows with keep[i] true, and their outputs."""
     if all(keep):
         return active, outputs
     indices = [index for index, wanted in enumerate(keep) if wanted]
-    return [active[index] for index in indices], outputs.of(indices)
+    return [active[index] for index in indices], outputs.select(indices)

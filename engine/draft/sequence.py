@@ -1,12 +1,12 @@
-"""What a draft knows of one request, and one order for it on its way to an answer.
+"""The draft's records: one per request it follows, and one per request it drafts for in a step.
 
-Owns which committed or drafted token has which cell of the cache, and the roll-back to what was committed. Cells follow
-each other without a gap, but a token may have none: where the target's features are not to be had, the draft does
-without it.
+Owns which tokens have a KV slot in the draft's cache, and the rollback to the committed tokens. KV slots of a request
+are numbered without gaps, but a token may have no slot: an EAGLE draft skips a position whose target features are no
+longer available.
 
-    tokens        c c c c c c | d d d d          c committed (told), d drafted by us
-    next order    start ^------ c c r            two d's were accepted, r is the target's own token
-    positions     kept up to where both agree (of an eagle draft: to start), then extended
+    tokens          c c c c c c | d d d d          c committed (sent by the target), d drafted here
+    next request    start ^------ c c r            two drafted tokens were accepted, r is the target's token
+    positions       kept while drafted and committed tokens agree (EAGLE: up to start), then extended
 """
 
 from __future__ import annotations
@@ -24,80 +24,87 @@ from engine.sampling.row_sampling import RowSampling
 
 @dataclass(slots=True, eq=False)
 class DraftSequence:
-    """What the draft knows of one request."""
+    """The draft's state of one request."""
 
     key: int
+    """The target's number of the request."""
     first: int
-    """Position of the first token that may have a cell."""
+    """Position of the first token that can have a KV slot: 0, or 1 for an EAGLE draft."""
     tokens: list[int] = field(default_factory=list)
+    """Committed tokens, then the tokens drafted after them."""
     positions: list[int] = field(default_factory=list)
-    """Of the token in each cell that is computed, ascending."""
+    """Position of the token in each computed KV slot, ascending."""
     block_ids: list[int] = field(default_factory=list)
+    """KV blocks of the request, in order. Written by the block pool only."""
     options: TokenOptions | None = None
+    """The request's penalties, stop tokens and grammar; None where all are neutral."""
     logits_processor: LogitsProcessor | None = None
-    """Of `options`, once its grammar is compiled."""
+    """Applies `options`; None until their grammar is compiled."""
 
     @property
     def num_computed(self) -> int:
-        """Tokens that have a cell."""
+        """Number of tokens with a KV slot."""
         return len(self.positions)
 
     @property
     def has_no_gap(self) -> bool:
-        """Whether every token up to the last one with a cell has one, so that others may share its blocks."""
+        """Whether each token up to the last slot has a slot, so that other requests can share the blocks."""
         return not self.positions or self.positions[-1] == self.first + len(self.positions) - 1
 
     def follow(self, start: int, new_tokens: Sequence[int], *, keeps_agreed: bool) -> None:
-        """Take over committed tokens in place of what was drafted.
+        """Replace drafted tokens by committed ones.
 
         Args:
-            start: tokens that were committed before.
-            feed: committed tokens from there on.
-            keeps_agreed: whether cells of drafted tokens stay where the same tokens were committed.
+            start: number of tokens that were committed before.
+            new_tokens: committed tokens from position `start` on.
+            keeps_agreed: whether drafted tokens that were accepted keep their KV slots.
         """
-        stays = start
+        keep_to = start
         if keeps_agreed:
-            for guessed, committed in zip(self.tokens[start:], new_tokens, strict=False):
-                if guessed != committed:
+            for drafted, committed in zip(self.tokens[start:], new_tokens, strict=False):
+                if drafted != committed:
                     break
-                stays += 1
-            stays = min(stays, start + len(new_tokens) - 1)  # the last token is computed again: its outputs are needed
+                keep_to += 1
+            keep_to = min(keep_to, start + len(new_tokens) - 1)  # The last token is recomputed: its logits are needed.
         if self.logits_processor is not None:
             self.logits_processor.rewind(start)
         self.tokens[start:] = new_tokens
-        del self.positions[bisect_left(self.positions, stays) :]
+        del self.positions[bisect_left(self.positions, keep_to) :]
 
-    def unread(self) -> range:
-        """Positions after the last one with a cell."""
+    def uncomputed(self) -> range:
+        """Positions of the tokens after the last KV slot."""
         return range(self.positions[-1] + 1 if self.positions else self.first, len(self.tokens))
 
 
 @dataclass(slots=True, eq=False)
 class Drafting:
-    """One order row on its way to an answer."""
+    """The state of one draft request row while its draft is computed."""
 
-    place: int
-    order: DraftRequestRow
+    row_index: int
+    """Index of the row in the draft request and in the buffer's probabilities."""
+    request_row: DraftRequestRow
     sequence: DraftSequence
     sampling: RowSampling
     k: int
-    """Tokens to draft; less than the order's when the text ends before."""
-    unread: Sequence[int]
-    """Positions of committed tokens that are to get a cell now."""
-    places: Sequence[int]
-    """Where the features before each of those are in the ring, for an architecture that reads them."""
+    """Number of tokens to draft. Lowered when the grammar ends the text earlier."""
+    uncomputed: Sequence[int]
+    """Positions of committed tokens that get a KV slot in this step."""
+    feature_rows: Sequence[int]
+    """Per position in `uncomputed`, the row of the feature ring that it reads; empty without features."""
     reason: KReason = "plan"
     token_ids: list[int] = field(default_factory=list)
+    """Tokens drafted so far, as target ids."""
     confidences: list[float] = field(default_factory=list)
+    """Per drafted token, the highest probability of the draft's distribution there."""
     cumulative_confidence: float = 1.0
-    """Product of the confidences so far."""
+    """Product of `confidences`."""
 
     @property
-    def goes_on(self) -> bool:
-        """Whether the next position is computed; a matter of what stands before it alone."""
-        return len(self.token_ids) < self.k and self.cumulative_confidence >= self.order.exit_threshold
+    def continues(self) -> bool:
+        """Whether another position is drafted. Depends on earlier positions only, which keeps the draft exact."""
+        return len(self.token_ids) < self.k and self.cumulative_confidence >= self.request_row.exit_threshold
 
     @property
     def samples_from_q(self) -> bool:
-        """Whether the target needs q: only under the rejection rule."""
+        """Whether the target needs the distribution q: only under the rejection rule."""
         return not (self.sampling.greedy or self.sampling.coupled)

@@ -1,1 +1,1 @@
-"""The memory that the target and the draft share."""
+"""The memory that target and draft share: draft requests, responses, probabilities and features."""

@@ -1,9 +1,9 @@
-"""The control block of a draft buffer: where orders and answers lie in memory that both processes map.
+"""The control block of a draft buffer: draft requests and responses in memory that both processes map.
 
-Owns the writing and the checked reading; `engine.draft_buffer.layout` says what lies where. The same for both
-transports and always in host memory. Reading copies first and checks the copy, so a peer that scribbles is an error,
-never a read out of range. Each side writes the sequence word after everything it announces, as one aligned 8-byte
-store. x86 keeps stores in order; other machines rely on the barrier in the system call that rings the bell.
+Owns writing and checked reading; `engine.draft_buffer.layout` has the memory layout. The block is in host memory for
+both transports. A reader copies first and checks the copy, so a corrupt block raises an error and never causes an
+access out of range. A writer stores the sequence word last, as one aligned 8-byte store. x86 keeps stores in order;
+other CPUs rely on the barrier in the system call that rings the doorbell.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from engine.draft_buffer.layout import (
     BufferSpec,
     CorruptBlock,
     Word,
+    all_within,
     check_capacity,
-    count,
+    check_count,
     expect,
     fixed_words,
     map_arrays,
     split,
-    within,
 )
 from engine.sampling.row_sampling import RowSampling
 
 
 class DraftBlock:
-    """Reads and writes the control block; both sides use the same class.
+    """Reads and writes the control block. Both processes use this class.
 
     Args:
         buffer: writable mapping of at least `block_bytes(spec)` bytes.
-        spec: capacities.
-        epoch: the epoch this side belongs to.
+        spec: capacities of the buffer.
+        epoch: epoch of this process.
     """
 
     def __init__(self, buffer: mmap.mmap, spec: BufferSpec, epoch: int) -> None:
@@ -60,30 +60,30 @@ class DraftBlock:
         self._names, self._fixed = zip(*fixed_words(spec, epoch).items(), strict=True)
 
     def initialize(self) -> None:
-        """Write the fixed words; done once by the target, before anybody maps the block."""
+        """Write the fixed words. The target does this once, before the draft maps the block."""
         for index, word in enumerate(self._fixed):
             self._words[index] = word
 
     def check_fixed(self) -> None:
-        """Whether both sides mean the same block.
+        """Check that both processes agree on version, epoch and capacities.
 
         Raises:
-            CorruptBlock: magic, version, epoch or capacities are not ours.
+            CorruptBlock: a fixed word has another value.
         """
         for name, found, expected in zip(self._names, self._words[: len(self._fixed)], self._fixed, strict=True):
             expect(name, found, expected)
 
     @property
     def opened(self) -> bool:
-        """Whether the draft of this epoch has mapped everything."""
+        """Whether the draft of this epoch has mapped the buffer."""
         return self._words[Word.OPENED] == self.epoch
 
     def mark_opened(self) -> None:
-        """The draft of this epoch has mapped everything."""
+        """Note that the draft of this epoch has mapped the buffer."""
         self._words[Word.OPENED] = self.epoch
 
     def beat(self) -> None:
-        """The draft is at work now."""
+        """Record a heartbeat of the draft, at the current monotonic time."""
         self._words[Word.HEARTBEAT] = time.monotonic_ns()
 
     @property
@@ -92,177 +92,187 @@ class DraftBlock:
         return (time.monotonic_ns() - self._words[Word.HEARTBEAT]) / 1e9
 
     @property
-    def order_seq(self) -> int:
-        """Number of the last order announced."""
-        return self._words[Word.ORDER_SEQ]
+    def request_seq(self) -> int:
+        """Sequence number of the latest draft request."""
+        return self._words[Word.REQUEST_SEQ]
 
     @property
-    def answer_seq(self) -> int:
-        """Number of the last order answered."""
-        return self._words[Word.ANSWER_SEQ]
+    def response_seq(self) -> int:
+        """Sequence number of the latest draft request with a response."""
+        return self._words[Word.RESPONSE_SEQ]
 
-    def write_order(self, seq: int, rows: Sequence[DraftRequestRow], released: Sequence[int]) -> None:
-        """Raises ValueError, before anything is announced, if the order exceeds the capacities."""
+    def write_request(self, seq: int, rows: Sequence[DraftRequestRow], released: Sequence[int]) -> None:
+        """Write a draft request, then its sequence number.
+
+        Raises:
+            ValueError: the request exceeds the capacities. The sequence number is not written then.
+        """
         spec = self.spec
         new_tokens = np.array([token for row in rows for token in row.new_tokens], dtype=np.int64)
-        blobs = [encode_options(row.options) for row in rows]
-        options = np.frombuffer(b"".join(blobs), dtype=np.uint8)
+        encoded_options = [encode_options(row.options) for row in rows]
+        options = np.frombuffer(b"".join(encoded_options), dtype=np.uint8)
         check_capacity("rows", len(rows), spec.max_rows)
-        check_capacity("feed tokens", len(new_tokens), spec.max_request_tokens)
+        check_capacity("new tokens", len(new_tokens), spec.max_request_tokens)
         check_capacity("released keys", len(released), spec.max_released)
         check_capacity("options bytes", len(options), spec.max_options)
         check_capacity("k", max((row.k for row in rows), default=0), spec.max_k)
-        if not within(new_tokens, spec.vocab):
-            raise ValueError(f"order: a fed token id is outside 0..{spec.vocab - 1}")
+        if not all_within(new_tokens, spec.vocab):
+            raise ValueError(f"draft request: a new token id is outside 0..{spec.vocab - 1}")
         if spec.feature_rows:
             self._write_feature_rows(rows, len(new_tokens))
-        self._arrays.order_rows[: len(rows)] = [
-            (
-                *(
-                    r.key,
-                    r.start,
-                    len(r.new_tokens),
-                    r.k,
-                    r.sampling.temperature,
-                    r.sampling.top_p,
-                    r.sampling.stream_key,
-                ),
-                *(
-                    r.sampling.attempt,
-                    r.sampling.coupled,
-                    r.sampling.top_k,
-                    r.sampling.min_p,
-                    r.exit_threshold,
-                    len(blob),
-                ),
-            )
-            for r, blob in zip(rows, blobs, strict=True)
+        self._arrays.request_rows[: len(rows)] = [
+            _request_record(row, len(encoded)) for row, encoded in zip(rows, encoded_options, strict=True)
         ]
         self._arrays.new_tokens[: len(new_tokens)] = new_tokens
         self._arrays.released[: len(released)] = released
         self._arrays.options[: len(options)] = options
         words = self._words
-        words[Word.ORDER_EPOCH], words[Word.ORDER_OPTIONS] = self.epoch, len(options)
-        words[Word.ORDER_ROWS], words[Word.ORDER_FEED], words[Word.ORDER_RELEASED] = (
-            len(rows),
-            len(new_tokens),
-            len(released),
-        )
-        words[Word.ORDER_SEQ] = seq
+        words[Word.REQUEST_EPOCH] = self.epoch
+        words[Word.REQUEST_ROWS] = len(rows)
+        words[Word.REQUEST_TOKENS] = len(new_tokens)
+        words[Word.REQUEST_RELEASED] = len(released)
+        words[Word.REQUEST_OPTIONS] = len(options)
+        words[Word.REQUEST_SEQ] = seq
+
+    def read_request(self, seq: int) -> DraftRequest:
+        """Copy and check the draft request with this sequence number.
+
+        Raises:
+            CorruptBlock: a value is out of range, or the request is of another epoch or sequence number.
+        """
+        self.check_fixed()
+        spec, words = self.spec, self._words
+        expect("request seq", words[Word.REQUEST_SEQ], seq)
+        expect("request epoch", words[Word.REQUEST_EPOCH], self.epoch)
+        num_rows = check_count("request rows", words[Word.REQUEST_ROWS], spec.max_rows)
+        num_new_tokens = check_count("new tokens", words[Word.REQUEST_TOKENS], spec.max_request_tokens)
+        num_released = check_count("released keys", words[Word.REQUEST_RELEASED], spec.max_released)
+        num_options = check_count("options bytes", words[Word.REQUEST_OPTIONS], spec.max_options)
+        new_tokens = self._arrays.new_tokens[:num_new_tokens].copy()
+        if not all_within(new_tokens, spec.vocab):
+            raise CorruptBlock(f"a new token id is outside 0..{spec.vocab - 1}")
+        options = self._arrays.options[:num_options].tobytes()
+        records = self._arrays.request_rows[:num_rows].tolist()
+        lengths = [record[2] for record in records]
+        row_tokens = split(new_tokens.tolist(), lengths)
+        row_features: list[tuple[int, ...]] = [()] * num_rows
+        if spec.feature_rows:
+            row_features = split(self._read_feature_rows(num_new_tokens), lengths)
+        row_options = split(list(options), [record[-1] for record in records])
+        try:
+            rows = tuple(
+                _request_row(record, tokens, bytes(encoded), spec.max_k, features)
+                for record, tokens, encoded, features in zip(
+                    records, row_tokens, row_options, row_features, strict=True
+                )
+            )
+        except ValueError as error:
+            raise CorruptBlock(str(error)) from None
+        return DraftRequest(self.epoch, seq, rows, tuple(self._arrays.released[:num_released].tolist()))
+
+    def write_response(self, request: DraftRequest, rows: Sequence[DraftResponseRow], draft_s: float) -> None:
+        """Write the response to a draft request, then its sequence number.
+
+        Raises:
+            ValueError: the response does not fit the request. The sequence number is not written then.
+        """
+        if len(rows) != len(request.rows):
+            raise ValueError(f"draft response: {len(rows)} rows given, the request has {len(request.rows)}")
+        for row, request_row in zip(rows, request.rows, strict=True):
+            check_capacity(f"tokens for request {request_row.key}", len(row.token_ids), request_row.k)
+        token_ids = np.array([token for row in rows for token in row.token_ids], dtype=np.int64)
+        if not all_within(token_ids, self.spec.vocab):
+            raise ValueError(f"draft response: a token id is outside 0..{self.spec.vocab - 1}")
+        confidences = [confidence for row in rows for confidence in row.confidences]
+        self._arrays.response_rows[: len(rows)] = [
+            (len(r.token_ids), len(r.confidences), r.has_probs, REASONS.index(r.reason)) for r in rows
+        ]
+        self._arrays.token_ids[: len(token_ids)] = token_ids
+        self._arrays.confidences[: len(confidences)] = confidences
+        words = self._words
+        words[Word.RESPONSE_EPOCH], words[Word.RESPONSE_ROWS] = self.epoch, len(rows)
+        words[Word.RESPONSE_TOKENS], words[Word.RESPONSE_CONFIDENCES] = len(token_ids), len(confidences)
+        self._seconds[Word.RESPONSE_S] = draft_s
+        words[Word.RESPONSE_SEQ] = request.seq
+
+    def read_response(self, seq: int, ks: Sequence[int]) -> DraftResponse:
+        """Copy and check the response to a draft request.
+
+        Args:
+            seq: sequence number of the request.
+            ks: k of each of its rows.
+
+        Raises:
+            CorruptBlock: a value is out of range, or the response is of another epoch or sequence number.
+        """
+        self.check_fixed()
+        spec, words = self.spec, self._words
+        expect("response seq", words[Word.RESPONSE_SEQ], seq)
+        expect("response epoch", words[Word.RESPONSE_EPOCH], self.epoch)
+        expect("response rows", words[Word.RESPONSE_ROWS], len(ks))
+        num_tokens = check_count("response tokens", words[Word.RESPONSE_TOKENS], sum(ks))
+        num_confidences = check_count("confidences", words[Word.RESPONSE_CONFIDENCES], num_tokens)
+        draft_s = self._seconds[Word.RESPONSE_S]
+        if not (math.isfinite(draft_s) and draft_s >= 0):
+            raise CorruptBlock(f"draft seconds are {draft_s}")
+        token_ids = self._arrays.token_ids[:num_tokens].copy()
+        if not all_within(token_ids, spec.vocab):
+            raise CorruptBlock(f"a token id is outside 0..{spec.vocab - 1}")
+        records = self._arrays.response_rows[: len(ks)].tolist()
+        for record, k in zip(records, ks, strict=True):
+            check_count("tokens of a row", record[0], k)
+            check_count("reason", record[3], len(REASONS) - 1)
+        row_tokens = split(token_ids.tolist(), [record[0] for record in records])
+        confidences = self._arrays.confidences[:num_confidences].tolist()
+        row_confidences = split(confidences, [record[1] for record in records])
+        try:
+            rows = tuple(
+                DraftResponseRow(tokens, certainties, bool(record[2]), REASONS[record[3]])
+                for record, tokens, certainties in zip(records, row_tokens, row_confidences, strict=True)
+            )
+        except ValueError as error:
+            raise CorruptBlock(str(error)) from None
+        return DraftResponse(self.epoch, seq, rows, draft_s)
 
     def _write_feature_rows(self, rows: Sequence[DraftRequestRow], num_new_tokens: int) -> None:
-        feature_rows = np.array([place for row in rows for place in row.feature_rows], dtype=np.int64)
-        if len(feature_rows) != num_new_tokens or not within(feature_rows + 1, self.spec.feature_rows + 1):
+        feature_rows = np.array([index for row in rows for index in row.feature_rows], dtype=np.int64)
+        if len(feature_rows) != num_new_tokens or not all_within(feature_rows + 1, self.spec.feature_rows + 1):
             raise ValueError(
-                f"order: {len(feature_rows)} feature rows for {num_new_tokens} fed tokens, or not within "
+                f"draft request: {len(feature_rows)} feature rows for {num_new_tokens} new tokens, or not all within "
                 f"-1..{self.spec.feature_rows - 1}"
             )
         self._arrays.feature_rows[:num_new_tokens] = feature_rows
 
     def _read_feature_rows(self, num_new_tokens: int) -> list[int]:
         feature_rows = self._arrays.feature_rows[:num_new_tokens].astype(np.int64)
-        if not within(feature_rows + 1, self.spec.feature_rows + 1):
+        if not all_within(feature_rows + 1, self.spec.feature_rows + 1):
             raise CorruptBlock(f"a feature row is outside -1..{self.spec.feature_rows - 1}")
-        places: list[int] = feature_rows.tolist()
-        return places
-
-    def read_order(self, seq: int) -> DraftRequest:
-        """The order announced as `seq`.
-
-        Raises:
-            CorruptBlock: see there.
-        """
-        self.check_fixed()
-        spec, words = self.spec, self._words
-        expect("order seq", words[Word.ORDER_SEQ], seq)
-        expect("order epoch", words[Word.ORDER_EPOCH], self.epoch)
-        num_rows = count("order rows", words[Word.ORDER_ROWS], spec.max_rows)
-        num_new_tokens = count("feed tokens", words[Word.ORDER_FEED], spec.max_request_tokens)
-        num_released = count("released keys", words[Word.ORDER_RELEASED], spec.max_released)
-        new_tokens = self._arrays.new_tokens[:num_new_tokens].copy()
-        if not within(new_tokens, spec.vocab):
-            raise CorruptBlock(f"a fed token id is outside 0..{spec.vocab - 1}")
-        options = self._arrays.options[: count("options bytes", words[Word.ORDER_OPTIONS], spec.max_options)].tobytes()
-        raw_rows = self._arrays.order_rows[:num_rows].tolist()
-        feeds = split(new_tokens.tolist(), [row[2] for row in raw_rows])
-        places = (
-            split(self._read_feature_rows(num_new_tokens), [row[2] for row in raw_rows]) if spec.feature_rows else ()
-        )
-        blobs = split(list(options), [row[-1] for row in raw_rows])
-        try:
-            rows = tuple(
-                _order_row(raw, part, bytes(blob), spec.max_k, place)
-                for raw, part, blob, place in zip(raw_rows, feeds, blobs, places or [()] * num_rows, strict=True)
-            )
-        except ValueError as error:
-            raise CorruptBlock(str(error)) from None
-        return DraftRequest(self.epoch, seq, rows, tuple(self._arrays.released[:num_released].tolist()))
-
-    def write_answer(self, order: DraftRequest, rows: Sequence[DraftResponseRow], draft_s: float) -> None:
-        """Raises ValueError, before anything is announced, if the answer does not fit the order."""
-        if len(rows) != len(order.rows):
-            raise ValueError(f"answer: {len(rows)} rows given, the order has {len(order.rows)}")
-        for row, asked in zip(rows, order.rows, strict=True):
-            check_capacity(f"tokens for request {asked.key}", len(row.token_ids), asked.k)
-        token_ids = np.array([token for row in rows for token in row.token_ids], dtype=np.int64)
-        if not within(token_ids, self.spec.vocab):
-            raise ValueError(f"answer: a token id is outside 0..{self.spec.vocab - 1}")
-        confidences = [confidence for row in rows for confidence in row.confidences]
-        self._arrays.answer_rows[: len(rows)] = [
-            (len(r.token_ids), len(r.confidences), r.has_probs, REASONS.index(r.reason)) for r in rows
-        ]
-        self._arrays.token_ids[: len(token_ids)] = token_ids
-        self._arrays.confidences[: len(confidences)] = confidences
-        words = self._words
-        words[Word.ANSWER_EPOCH], words[Word.ANSWER_ROWS] = self.epoch, len(rows)
-        words[Word.ANSWER_TOKENS], words[Word.ANSWER_CONFIDENCES] = len(token_ids), len(confidences)
-        self._seconds[Word.ANSWER_S] = draft_s
-        words[Word.ANSWER_SEQ] = order.seq
-
-    def read_answer(self, seq: int, ks: Sequence[int]) -> DraftResponse:
-        """The answer to order `seq`, whose rows asked for `ks` tokens.
-
-        Raises:
-            CorruptBlock: see there.
-        """
-        self.check_fixed()
-        spec, words = self.spec, self._words
-        expect("answer seq", words[Word.ANSWER_SEQ], seq)
-        expect("answer epoch", words[Word.ANSWER_EPOCH], self.epoch)
-        expect("answer rows", words[Word.ANSWER_ROWS], len(ks))
-        num_tokens = count("answer tokens", words[Word.ANSWER_TOKENS], sum(ks))
-        num_confidences = count("confidences", words[Word.ANSWER_CONFIDENCES], num_tokens)
-        draft_s = self._seconds[Word.ANSWER_S]
-        if not (math.isfinite(draft_s) and draft_s >= 0):
-            raise CorruptBlock(f"draft seconds are {draft_s}")
-        token_ids = self._arrays.token_ids[:num_tokens].copy()
-        if not within(token_ids, spec.vocab):
-            raise CorruptBlock(f"a token id is outside 0..{spec.vocab - 1}")
-        raw_rows = self._arrays.answer_rows[: len(ks)].tolist()
-        for row, k in zip(raw_rows, ks, strict=True):
-            count("tokens of a row", row[0], k)
-            count("reason", row[3], len(REASONS) - 1)
-        parts = split(token_ids.tolist(), [row[0] for row in raw_rows])
-        certainties = split(self._arrays.confidences[:num_confidences].tolist(), [row[1] for row in raw_rows])
-        try:
-            rows = tuple(
-                DraftResponseRow(part, certainty, bool(row[2]), REASONS[row[3]])
-                for row, part, certainty in zip(raw_rows, parts, certainties, strict=True)
-            )
-        except ValueError as error:
-            raise CorruptBlock(str(error)) from None
-        return DraftResponse(self.epoch, seq, rows, draft_s)
+        indices: list[int] = feature_rows.tolist()
+        return indices
 
 
-def _order_row(
-    raw: tuple[Any, ...], new_tokens: tuple[int, ...], blob: bytes, max_k: int, feature_rows: tuple[int, ...]
+def _request_record(row: DraftRequestRow, num_options: int) -> tuple[Any, ...]:
+    """The values of one request row, in the order of its record's fields."""
+    sampling = row.sampling
+    sampled_as = (sampling.temperature, sampling.top_p, sampling.stream_key, sampling.attempt, sampling.coupled)
+    limits = (sampling.top_k, sampling.min_p, row.exit_threshold, num_options)
+    return (row.key, row.start, len(row.new_tokens), row.k, *sampled_as, *limits)
+
+
+def _request_row(
+    record: tuple[Any, ...], new_tokens: tuple[int, ...], options: bytes, max_k: int, feature_rows: tuple[int, ...]
 ) -> DraftRequestRow:
-    """Raises ValueError or CorruptBlock."""
-    key, start, _, k, temperature, top_p, stream, attempt, coupled, top_k, min_p, exit_threshold, _ = raw
+    """The request row of a record.
+
+    Raises:
+        CorruptBlock: k is above the capacity.
+        ValueError: another value is out of range.
+    """
+    key, start, _, k, temperature, top_p, stream_key, attempt, coupled, top_k, min_p, exit_threshold, _ = record
     return DraftRequestRow(
-        *(key, start, new_tokens, count("k", k, max_k)),
-        RowSampling(temperature, top_p, stream, attempt, bool(coupled), top_k, min_p),
+        *(key, start, new_tokens, check_count("k", k, max_k)),
+        RowSampling(temperature, top_p, stream_key, attempt, bool(coupled), top_k, min_p),
         exit_threshold=exit_threshold,
-        options=decode_options(blob),
+        options=decode_options(options),
         feature_rows=feature_rows,
     )

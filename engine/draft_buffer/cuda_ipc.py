@@ -1,11 +1,11 @@
-"""The GPU side of a buffer: one dedicated allocation that two processes map, and the events that order their work.
+"""The payload of a draft buffer in GPU memory: one allocation that two processes map, and events that order their work.
 
-Owns the allocation, its export and opening through CUDA IPC, the two interprocess events and the refusal of allocator
-settings that break IPC. Exported once and opened once per draft process; nothing here runs per step but two event
-calls. Knows nothing of orders and answers (`engine.draft_buffer.control_block`).
+Owns the allocation, its export and opening through CUDA IPC, the two interprocess events, and the refusal of allocator
+settings that break CUDA IPC. The allocation is exported once and opened once per draft process. Per step there are only
+two event calls. Knows nothing of draft requests and responses (`engine.draft_buffer.control_block`).
 
-    target's stream    reads probs | record asked  ......................  wait answered | reads probs
-    draft's stream                   wait asked | writes probs | record answered
+    target's stream    reads probs | record asked  ......................  wait responded | reads probs
+    draft's stream                   wait asked | writes probs | record responded
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ from engine.errors import ConfigError
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _MIN_BYTES = 2 * 1024 * 1024
-"""Smallest allocation that does not share a 2 MiB block of the caching allocator with small tensors."""
+"""Smallest allocation that does not share a 2 MiB block of the caching allocator with other tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class CudaExport:
-    """What the opener needs; picklable."""
+    """What the draft process needs to open the allocation. Picklable."""
 
     rebuild: tuple[tuple[str, Any], ...]
-    """Arguments of torch's rebuild_cuda_tensor, by name."""
+    """Arguments of torch's `rebuild_cuda_tensor`, by name."""
     asked_event: bytes
-    answered_event: bytes
+    """IPC handle of the event that the target records before it sends a request."""
+    responded_event: bytes
+    """IPC handle of the event that the draft records before it responds."""
 
 
 def refuse_expandable_segments(environ: Mapping[str, str] = os.environ) -> None:
-    """Expandable segments are shared through pidfd_getfd, which unprivileged containers forbid.
+    """Refuse expandable segments: sharing them needs pidfd_getfd, which unprivileged containers forbid.
 
     Raises:
         ConfigError: an allocator variable turns them on.
@@ -53,7 +55,7 @@ def refuse_expandable_segments(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def gpu_uuid(device: torch.device | str) -> str | None:
-    """The GPU's own id, the same in every process whatever its index there; None for the CPU."""
+    """UUID of a GPU, the same in every process; None for the CPU."""
     device = torch.device(device)
     if device.type != "cuda":
         return None
@@ -61,10 +63,10 @@ def gpu_uuid(device: torch.device | str) -> str | None:
 
 
 def device_of(uuid: str) -> torch.device:
-    """The device with this UUID, as this process counts them.
+    """The device with this UUID in this process.
 
     Raises:
-        ConfigError: this process does not see it.
+        ConfigError: the GPU is not visible to this process.
     """
     seen = [gpu_uuid(f"cuda:{index}") for index in range(torch.cuda.device_count())]
     if uuid not in seen:
@@ -73,21 +75,21 @@ def device_of(uuid: str) -> torch.device:
 
 
 class CudaBlock:
-    """A dedicated device allocation of the target, exported once; outlives the draft processes that map it.
+    """A dedicated device allocation of the target, exported once. It outlives the draft processes that map it.
 
-    A restarted draft maps the same block again: freeing a block whose peer was killed would leave it in torch's limbo
-    of memory that somebody may still read.
+    A restarted draft maps the same allocation again. Memory that is freed after its peer was killed would stay in
+    torch's list of memory that another process may still read.
 
     Args:
-        num_bytes: bytes wanted; rounded up to 2 MiB.
-        device: where.
+        num_bytes: size in bytes, rounded up to 2 MiB.
+        device: the GPU.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         refuse_expandable_segments()
         size = -(-num_bytes // _MIN_BYTES) * _MIN_BYTES
         with torch.cuda.device(device):
-            # A pool of its own: the segment that IPC exports then holds nothing else of ours.
+            # A separate pool, so that the exported segment holds no other tensor.
             self._pool = torch.cuda.MemPool()
             with torch.cuda.use_mem_pool(self._pool):
                 self.memory = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -97,74 +99,74 @@ class CudaBlock:
         self._rebuild = tuple(zip(inspect.signature(rebuild).parameters, arguments, strict=True))
 
     def payload(self) -> CudaTargetPayload:
-        """The target's side for one epoch, with new events."""
+        """The target's payload for one epoch, with new events."""
         return CudaTargetPayload(self, self._rebuild)
 
     def close(self) -> None:
-        """Free the memory. Only once every draft process that mapped it has closed it or is dead."""
+        """Free the memory. Every draft process that mapped it must have closed it or be dead."""
         reference = dict(self._rebuild)
-        # A killed draft has not given back its reference; without this torch would keep the memory for ever.
+        # A killed draft has not returned its reference. Without this call torch would never free the memory.
         torch.UntypedStorage._release_ipc_counter_cuda(reference["ref_counter_handle"], reference["ref_counter_offset"])
         del self.memory, self._pool
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
 
 class CudaTargetPayload:
-    """The target's view of a block, in one epoch."""
+    """The target's payload in one epoch."""
 
     def __init__(self, block: CudaBlock, rebuild: tuple[tuple[str, Any], ...]) -> None:
         self.block = block
         self.memory = block.memory
         with torch.cuda.device(block.device):
             self._asked = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
-            self._answered = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
+            self._responded = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
             asked: bytes = self._asked.ipc_handle()  # type: ignore[no-untyped-call]
-            answered: bytes = self._answered.ipc_handle()  # type: ignore[no-untyped-call]
-            self.export = CudaExport(rebuild, asked, answered)
+            responded: bytes = self._responded.ipc_handle()  # type: ignore[no-untyped-call]
+            self.export = CudaExport(rebuild, asked, responded)
 
     def publish(self) -> None:
-        """What the current stream has queued so far comes before what the draft does with the next order."""
+        """Order all work queued on the current stream before the draft's work for the next request."""
         self._asked.record(torch.cuda.current_stream(self.block.device))
 
     def acquire(self) -> None:
-        """What the draft wrote comes before what the current stream does from here on."""
-        self._answered.wait(torch.cuda.current_stream(self.block.device))
+        """Order the draft's writes before all later work of the current stream."""
+        self._responded.wait(torch.cuda.current_stream(self.block.device))
 
 
 class CudaDraftPayload:
-    """The draft's view of the target's block.
+    """The draft's mapping of the target's allocation.
 
     Args:
         export: from the target.
-        uuid: the GPU both are on.
+        uuid: UUID of the GPU of both processes.
     """
 
     def __init__(self, export: CudaExport, uuid: str) -> None:
         refuse_expandable_segments()
         self.device = device_of(uuid)
-        # The index of the GPU may differ between the two processes, the UUID does not.
+        # The index of the GPU may differ between the two processes.
         arguments = {**dict(export.rebuild), "storage_device": self.device.index}
         with torch.cuda.device(self.device):
             self.memory: torch.Tensor = reductions.rebuild_cuda_tensor(**arguments)  # type: ignore[no-untyped-call]
             self._asked = torch.cuda.Event.from_ipc_handle(self.device, export.asked_event)  # type: ignore[no-untyped-call]
-            self._answered = torch.cuda.Event.from_ipc_handle(self.device, export.answered_event)  # type: ignore[no-untyped-call]
+            self._responded = torch.cuda.Event.from_ipc_handle(self.device, export.responded_event)  # type: ignore[no-untyped-call]
 
     def publish(self) -> None:
-        """Wait for what the current stream has written.
+        """Wait until the current stream has written the payload.
 
-        The target could wait for the event alone, but then a draft whose GPU hangs, or that dies with work queued,
-        would stop the target's stream, which knows no deadline. The draft has its token ids on the host by now, so
-        there is next to nothing left to wait for.
+        The target's stream could wait for the event instead. But a draft whose GPU hangs, or that dies with work
+        queued, would then block the target's stream without a deadline. The draft has its token ids on the host
+        already, so the wait is short.
         """
-        self._answered.record(torch.cuda.current_stream(self.device))
-        self._answered.synchronize()
+        self._responded.record(torch.cuda.current_stream(self.device))
+        self._responded.synchronize()
 
     def acquire(self) -> None:
-        """What the target still reads of the last answer comes before what the current stream writes."""
+        """Order the target's reads of the previous response before later writes of the current stream."""
         self._asked.wait(torch.cuda.current_stream(self.device))
 
     def close(self) -> None:
-        """Unmap the block; views of it must be gone."""
+        """Unmap the allocation. Views of it must be gone."""
         torch.cuda.current_stream(self.device).synchronize()
-        del self.memory, self._asked, self._answered
+        del self.memory, self._asked, self._responded
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""The draft's end of the draft buffer: open it once, then wait for orders and answer them.
+"""The draft's endpoint of the draft buffer: open it once, then wait for draft requests and respond to them.
 
-Owns the checks at opening (node, GPU, version, shape) and the answering half of the protocol; the asking half, and a
-picture of both, is in `engine.draft_buffer.target_endpoint`. Knows nothing of the model that computes the answer.
+Owns the checks at opening (node, GPU, version, shape) and the draft's half of the protocol. The target's half, and a
+diagram of both, is in `engine.draft_buffer.target_endpoint`. Knows nothing of the draft model.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ def open_draft_buffer(
     timeout_s: float = 30.0,
     spin_s: float = DEFAULT_SPIN_S,
 ) -> DraftEndpoint:
-    """The draft's end.
+    """Map the buffer of a target.
 
     Args:
-        handle: from the target's end.
-        node_id: the node this process runs on.
-        gpu_uuid: the GPU this process computes on; None on the CPU.
-        timeout_s: seconds for the target to answer.
-        spin_s: seconds to spin before sleeping in a wait.
+        handle: from the target's endpoint.
+        node_id: Ray node of this process.
+        gpu_uuid: UUID of the GPU of this process; None on the CPU.
+        timeout_s: seconds to wait for the target.
+        spin_s: seconds that a wait spins before it sleeps.
 
     Raises:
-        ConfigError: another node, another GPU, another version, or a buffer of another shape.
-        EngineUnavailable: the target's end of this epoch is gone.
+        ConfigError: the buffer is on another node or GPU, or has another version or shape.
+        EngineUnavailable: the target is gone, or has closed this epoch.
     """
     if handle.node_id != node_id:
         raise ConfigError(f"draft buffer: made on node {handle.node_id}, opened on {node_id}; place both on one node")
@@ -57,14 +57,14 @@ def open_draft_buffer(
 
 
 class DraftEndpoint:
-    """The answering side, made by `open_draft_buffer`. One thread uses it."""
+    """The draft's endpoint, made by `open_draft_buffer`. Only one thread may use it."""
 
     def __init__(self, handle: BufferHandle, memory: SharedMemory, doorbell: Doorbell) -> None:
         self.spec = handle.spec
         self.epoch = handle.epoch
         self._memory = memory
         self._doorbell = doorbell
-        self._order: DraftRequest | None = None
+        self._request: DraftRequest | None = None
         self._seq = 0
         self._cuda: CudaDraftPayload | None = None
         try:
@@ -80,60 +80,60 @@ class DraftEndpoint:
             self.close()
             raise
         self.probs = as_probs(self._payload.memory, handle.spec)
-        """[max_rows, max_k, draft_vocab] float32; written between `wait` and `answer`, on the current stream."""
+        """[max_rows, max_k, draft_vocab] float32. Written between `wait` and `respond`, on the current CUDA stream."""
         self.features = as_features(self._payload.memory, handle.spec)
-        """[feature_rows, feature_width] or None; read between `wait` and `answer`, on the current stream."""
+        """[feature_rows, feature_width] or None. Read between `wait` and `respond`, on the current CUDA stream."""
         self._block.beat()
         self._block.mark_opened()
         self._ring()
 
     def wait(self, timeout_s: float) -> DraftRequest | None:
-        """The next order; None if there is none within `timeout_s` seconds.
+        """The next draft request; None if none comes within `timeout_s` seconds.
 
         Raises:
-            EngineUnavailable: the target is gone; exit.
-            DraftDown: the order is corrupt; exit.
+            EngineUnavailable: the target is gone.
+            DraftDown: the request is corrupt.
         """
         block, seq = self._block, self._seq
         block.beat()
         try:
-            if not self._doorbell.wait(lambda: block.order_seq != seq, timeout_s=timeout_s):
+            if not self._doorbell.wait(lambda: block.request_seq != seq, timeout_s=timeout_s):
                 return None
             block.beat()
-            self._order = block.read_order(seq + 1)
+            self._request = block.read_request(seq + 1)
         except PeerGone:
             raise EngineUnavailable("the target is gone") from None
         except CorruptBlock as error:
-            raise DraftDown(f"order {seq + 1} of epoch {self.epoch} is corrupt: {error}") from None
+            raise DraftDown(f"draft request {seq + 1} of epoch {self.epoch} is corrupt: {error}") from None
         self._seq = seq + 1
         self._payload.acquire()
-        return self._order
+        return self._request
 
-    def answer(self, rows: Sequence[DraftResponseRow], *, draft_s: float) -> None:
-        """Answer the last order.
+    def respond(self, rows: Sequence[DraftResponseRow], *, draft_s: float) -> None:
+        """Send the response to the latest draft request.
 
         Args:
-            rows: one per row of the order; probabilities of those with `has_probs` are in `probs` already.
-            draft_s: seconds computed.
+            rows: one per request row. Probabilities of rows with `has_probs` are in `probs` already.
+            draft_s: seconds of computation.
 
         Raises:
-            EngineUnavailable: the target is gone; exit.
-            ValueError: the rows do not fit the order, or there is none.
+            EngineUnavailable: the target is gone.
+            ValueError: the rows do not fit the request, or there is no request.
         """
-        if self._order is None:
-            raise ValueError("answer: there is no order to answer")
+        if self._request is None:
+            raise ValueError("draft response: there is no draft request to respond to")
         self._payload.publish()
         self._block.beat()
-        self._block.write_answer(self._order, rows, draft_s)
-        self._order = None
+        self._block.write_response(self._request, rows, draft_s)
+        self._request = None
         self._ring()
 
     def beat(self) -> None:
-        """Note that the draft is at work; shown in the error message when it overruns a deadline."""
+        """Record a heartbeat. The target reports its age when the draft misses a deadline."""
         self._block.beat()
 
     def close(self) -> None:
-        """Unmap everything; idempotent. Keep no view of `probs`."""
+        """Unmap the buffer. Idempotent. Views of `probs` must be gone."""
         self._doorbell.close()
         self._memory.close()
         if self._cuda is not None:

@@ -1,10 +1,10 @@
-"""What the two ends of a draft buffer share: the handle that is passed once, and where the payload lies.
+"""What both endpoints of a draft buffer share: the handle, and the payload.
 
-The payload is the draft's probabilities and, for a draft that reads them, the target's features: written by one side,
-read in place by the other.
+The payload is the draft's probabilities and, for a draft that reads them, the target's features. One process writes it
+and the other one reads it in place.
 
-Owns the handle's shape, the size of the host memory, and the payload in host memory with its (empty) ordering; the
-payload on a GPU is in `engine.draft_buffer.cuda_ipc`. Knows nothing of orders, answers or waits.
+Owns the handle's fields, the size of the host memory, and the payload in host memory. The payload in GPU memory is in
+`engine.draft_buffer.cuda_ipc`. Knows nothing of draft requests, responses or waiting.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from engine.draft_buffer.layout import BufferSpec, block_bytes
 from engine.ipc.shared_memory import Rendezvous, SharedMemory
 
 FEATURE_DTYPES = {2: torch.bfloat16, 4: torch.float32}
-"""By bytes per number."""
+"""Feature dtype by bytes per number."""
 _PAGE = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class BufferHandle:
-    """All that the draft process needs to open its end; picklable."""
+    """Everything that the draft process needs to open the buffer. Picklable."""
 
     transport: Literal["shared_memory", "cuda_ipc"]
     node_id: str
@@ -37,7 +37,7 @@ class BufferHandle:
 
 
 class Payload(Protocol):
-    """Where probabilities and features lie, and how work on them is ordered."""
+    """Memory of probabilities and features, and the ordering of work on it between the two processes."""
 
     @property
     def memory(self) -> torch.Tensor:
@@ -45,16 +45,16 @@ class Payload(Protocol):
         ...
 
     def publish(self) -> None:
-        """What was written before is to be seen by whoever acquires after this."""
+        """Make all earlier writes visible to the peer after its next `acquire`."""
         ...
 
     def acquire(self) -> None:
-        """Work from here on sees what was published."""
+        """Make all later work see what the peer has published."""
         ...
 
 
 class HostPayload:
-    """In the memory that both map: ordered by the sequence words alone."""
+    """A payload in shared host memory. The sequence words of the control block order all work on it."""
 
     def __init__(self, memory: SharedMemory, spec: BufferSpec) -> None:
         self.memory = torch.frombuffer(
@@ -62,10 +62,10 @@ class HostPayload:
         )
 
     def publish(self) -> None:
-        """Nothing to do: stores are seen in order."""
+        """Does nothing: the sequence word is stored after the payload."""
 
     def acquire(self) -> None:
-        """Nothing to do: loads are done in order."""
+        """Does nothing: the payload is read after the sequence word."""
 
 
 def _payload_offset(spec: BufferSpec) -> int:
@@ -73,18 +73,18 @@ def _payload_offset(spec: BufferSpec) -> int:
 
 
 def host_bytes(spec: BufferSpec, *, on_gpu: bool) -> int:
-    """Bytes of the host memory that both sides map: control block, and payload unless that is on a GPU."""
+    """Bytes of shared host memory: the control block, and the payload unless it is in GPU memory."""
     return _payload_offset(spec) + (0 if on_gpu else spec.payload_bytes)
 
 
 def as_probs(memory: torch.Tensor, spec: BufferSpec) -> torch.Tensor:
-    """[max_rows, max_k, draft_vocab] float32."""
+    """The probabilities in a payload, [max_rows, max_k, draft_vocab] float32."""
     flat = memory[: spec.probs_bytes].view(torch.float32)
     return flat.view(spec.max_rows, spec.max_k, spec.draft_vocab)
 
 
 def as_features(memory: torch.Tensor, spec: BufferSpec) -> torch.Tensor | None:
-    """[feature_rows, feature_width] bfloat16 or float32; None where the draft reads none."""
+    """The features in a payload, [feature_rows, feature_width] bfloat16 or float32; None where it has none."""
     if spec.feature_rows == 0:
         return None
     flat = memory[spec.features_offset : spec.payload_bytes]

@@ -1,12 +1,12 @@
-"""The draft buffer: how target shard 0 asks the draft for tokens in every step, and gets probabilities without a copy.
+"""The draft buffer: in every step rank 0 of the target sends a draft request and gets tokens and probabilities back.
 
-Owns the two ends of the protocol (order, ring, answer, ring), their deadlines and epochs, and the choice of transport:
-probabilities and features in host memory that both map, or in one allocation on the GPU that both share through CUDA
-IPC. Orders, token ids and confidences go through host memory either way. Features are written between two asks.
-Knows no Ray: `BufferHandle` is what goes over once.
+Owns the target's endpoint, the protocol (request, doorbell, response, doorbell), its deadlines and epochs, and the
+choice of transport. Probabilities and features are in shared host memory, or in one GPU allocation that both processes
+share through CUDA IPC. Requests, token ids and confidences are in host memory either way. The target writes features
+between two requests. Knows no Ray: `BufferHandle` is the only object that crosses by other means.
 
-    target   create -> handle() ... wait_open | ask: write order, ring, wait | read answer, probs
-    draft                open(handle)         | wait | compute, write probs, answer, ring
+    target   create -> handle() ... wait_open | ask: write request, ring, wait            | read response, probs
+    draft                open(handle)         | wait | compute, write probs and response, ring
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ __all__ = ["BufferHandle", "DraftEndpoint", "TargetEndpoint", "create_draft_buff
 def create_draft_buffer(
     spec: BufferSpec, *, device: torch.device | str, node_id: str, epoch: int, spin_s: float = DEFAULT_SPIN_S
 ) -> TargetEndpoint:
-    """The target's end of a new buffer.
+    """The target's endpoint of a new buffer.
 
     Args:
-        spec: capacities.
-        device: where the target computes; decides the transport.
-        node_id: the node this process runs on.
-        epoch: number of this incarnation of the draft, >= 1.
-        spin_s: seconds to spin before sleeping in a wait.
+        spec: capacities of the buffer.
+        device: device of the target; decides the transport.
+        node_id: Ray node of this process.
+        epoch: number of the draft process that may open the buffer, 1 or more.
+        spin_s: seconds that a wait spins before it sleeps.
 
     Raises:
-        ConfigError: `expandable_segments` is on, or epoch < 1.
+        ConfigError: `expandable_segments` is on, or the epoch is below 1.
     """
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
@@ -54,7 +54,7 @@ def create_draft_buffer(
 
 
 class TargetEndpoint:
-    """The asking side. One thread uses it. After `DraftDown` it is of no use: `renew` or `close` it."""
+    """The target's endpoint. Only one thread may use it. After `DraftDown` only `renew` and `close` are useful."""
 
     def __init__(self, spec: BufferSpec, *, block: CudaBlock | None, node_id: str, epoch: int, spin_s: float) -> None:
         if epoch < 1:
@@ -70,16 +70,17 @@ class TargetEndpoint:
         self._cuda: CudaTargetPayload | None = block.payload() if block is not None else None
         self._payload: Payload = self._cuda or HostPayload(self._memory, spec)
         self.probs = as_probs(self._payload.memory, spec)
-        """[max_rows, max_k, draft_vocab] float32 on the target's device; an answer's rows stay until `ask`."""
+        """[max_rows, max_k, draft_vocab] float32 on the target's device. Rows of a response are valid until the next
+        `ask`."""
         self.features = as_features(self._payload.memory, spec)
-        """[feature_rows, feature_width] on the target's device, or None; to be written, never during `ask`."""
+        """[feature_rows, feature_width] on the target's device, or None. The target writes them, never during `ask`."""
         self._host = Host(self._memory, version=PROTOCOL_VERSION, epoch=epoch, num_peers=1)
         self._doorbell: Doorbell | None = None
         self._seq = 0
         self._down: str | None = None
 
     def handle(self) -> BufferHandle:
-        """For `open_draft_buffer`, in the draft's process; good for one opening."""
+        """Argument of `open_draft_buffer` in the draft's process. It can be used once."""
         block, cuda = self._cuda_block, self._cuda
         return BufferHandle(
             transport="cuda_ipc" if cuda else "shared_memory",
@@ -93,74 +94,81 @@ class TargetEndpoint:
 
     @property
     def is_open(self) -> bool:
-        """Whether the draft has mapped everything; neither waits nor raises."""
+        """Whether the draft has mapped the buffer. Neither waits nor raises."""
         return self._block.opened
 
     @property
     def alive(self) -> bool:
-        """Whether the draft has opened its end and is not known to be dead; neither waits nor raises."""
+        """Whether the draft has mapped the buffer and is not known to be dead. Neither waits nor raises."""
         if self._down is not None or not self.is_open:
             return False
         return self._connect(0.0) is not None and self._bell.alive
 
     def wait_open(self, timeout_s: float) -> None:
-        """Wait until the draft has mapped everything.
+        """Wait until the draft has mapped the buffer.
 
         Raises:
-            DraftDown: it has not within `timeout_s` seconds, or died meanwhile.
+            DraftDown: the draft did not within `timeout_s` seconds, or died.
         """
         deadline = time.monotonic() + timeout_s
         if self._connect(timeout_s) is None:
             self._fail(f"has not connected within {timeout_s:g} s")
         try:
             if not self._bell.wait(lambda: self._block.opened, timeout_s=deadline - time.monotonic()):
-                self._fail(f"has not opened its end within {timeout_s:g} s")
+                self._fail(f"has not opened its endpoint within {timeout_s:g} s")
         except PeerGone:
-            self._fail("died while it opened its end")
+            self._fail("died while it opened its endpoint")
 
     def ask(self, rows: Sequence[DraftRequestRow], released: Sequence[int] = (), *, deadline_s: float) -> DraftResponse:
-        """One step: hand the draft an order and wait for its answer.
+        """Send one draft request and wait for the response.
 
         Args:
-            rows: the requests to read and draft for.
-            released: keys of requests that are over.
+            rows: the requests to compute and draft for.
+            released: keys of requests that have ended.
             deadline_s: seconds from now until the draft counts as hung.
 
         Raises:
-            DraftDown: the draft is dead, hung, of another epoch, or has written nonsense.
-            ValueError: the order exceeds the buffer's capacities.
+            DraftDown: the draft is dead or hung, or its response is corrupt or of another epoch.
+            ValueError: the request exceeds the buffer's capacities.
         """
         if self._down is not None:
             raise DraftDown(self._down)
         start = time.monotonic()
         if not self.is_open:
-            self._fail("has not opened its end")
+            self._fail("has not opened its endpoint")
         self._connect(deadline_s)
         block, seq = self._block, self._seq + 1
         try:
             self._payload.publish()
-            block.write_order(seq, rows, released)
+            block.write_request(seq, rows, released)
             self._seq = seq
             self._bell.ring()
-            if not self._bell.wait(lambda: block.answer_seq != seq - 1, timeout_s=deadline_s):
-                self._fail(f"has not answered within {deadline_s:g} s; it last moved {block.silence_s:.3f} s ago")
-            answer = block.read_answer(seq, [row.k for row in rows])
+            if not self._bell.wait(lambda: block.response_seq != seq - 1, timeout_s=deadline_s):
+                silence_s = block.silence_s
+                self._fail(f"has not responded within {deadline_s:g} s; its last heartbeat is {silence_s:.3f} s old")
+            response = block.read_response(seq, [row.k for row in rows])
         except PeerGone:
             self._fail("is dead")
         except CorruptBlock as error:
             self._fail(f"left the buffer corrupt: {error}")
         self._payload.acquire()
-        return replace(answer, handoff_s=max(time.monotonic() - start - answer.draft_s, 0.0))
+        return replace(response, handoff_s=max(time.monotonic() - start - response.draft_s, 0.0))
 
     def renew(self, *, epoch: int) -> TargetEndpoint:
-        """Close this end and make the next one, on the same device memory. The old draft process must be dead."""
+        """Close this endpoint and create one for the next draft in the same GPU memory.
+
+        The old draft process must be dead.
+
+        Args:
+            epoch: number of the next draft process.
+        """
         self._close_host_side()
         return TargetEndpoint(
             self.spec, block=self._cuda_block, node_id=self._node_id, epoch=epoch, spin_s=self._spin_s
         )
 
     def close(self) -> None:
-        """Idempotent. The draft notices at once. Views of `probs` stay valid on the CPU, not on a GPU."""
+        """Close the endpoint; the draft notices at once. Idempotent. Views of `probs` stay valid on a CPU only."""
         self._close_host_side()
         if self._cuda_block is not None:
             del self.probs, self.features, self._payload

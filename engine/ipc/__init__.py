@@ -1,1 +1,1 @@
-"""Communication between processes other than the draft buffer."""
+"""Communication between processes, except for the draft buffer."""

@@ -1,8 +1,9 @@
-"""How one process wakes another that waits for a word in shared memory to change.
+"""How one process wakes another one that waits for a word in shared memory to change.
 
-Owns the ring (one byte on a connected unix socket), the wait (spin briefly, then sleep in poll) and the notice of a
-peer's death (end of file). The word in memory is the truth and the byte only a hint: a lost byte costs at most one
-slice of waiting, a superfluous one a glance. Knows nothing of the memory's layout; the waiter says what `ready` is.
+Owns the ring (one byte on a connected unix socket), the wait (spin briefly, then sleep in poll) and the detection of a
+dead peer (end of file). Only the word in memory decides; the byte is a hint. A lost byte delays the waiter by at most
+one poll slice, and an extra byte costs one look at the word. Knows nothing of the memory's layout: the waiter passes a
+predicate.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from collections.abc import Callable
 from engine.ipc.shared_memory import PeerGone
 
 DEFAULT_SPIN_S = 50e-6
-"""About one sleep and wake-up in poll: less never catches a quick answer, more takes the core the peer computes on."""
+"""About the time of one sleep and wake-up in poll. A longer spin takes CPU time from a peer on the same core."""
 _SLICE_S = 0.05
-"""The word is looked at again after this long without a byte."""
+"""Longest sleep in poll before the predicate is checked again, in seconds."""
 
 
 class Doorbell:
-    """One end of a connected pair. Not for use by several threads at once.
+    """One end of a connected pair. Only one thread may use it at a time.
 
     Args:
-        connection: connected AF_UNIX stream socket; owned from here on.
-        spin_s: seconds to watch the word before sleeping; 0 sleeps at once.
+        connection: connected AF_UNIX stream socket. The doorbell closes it.
+        spin_s: seconds to spin before sleeping; 0 sleeps at once.
     """
 
     def __init__(self, connection: socket.socket, *, spin_s: float = DEFAULT_SPIN_S) -> None:
@@ -38,25 +39,24 @@ class Doorbell:
         self._gone = False
 
     def ring(self) -> None:
-        """Wake the peer. The caller has written the word before this.
+        """Wake the peer. The caller must have written the word before.
 
         Raises:
-            PeerGone: nobody is there to wake.
+            PeerGone: the peer has closed its socket.
         """
         try:
             self._connection.send(b"\1", socket.MSG_NOSIGNAL)
         except BlockingIOError:
-            return  # So many unread rings lie there that the peer will wake anyway.
+            return  # The socket buffer is full of unread rings, so the peer wakes anyway.
         except OSError as error:
             self._gone = True
             raise PeerGone(str(error)) from None
 
     def wait(self, ready: Callable[[], bool], *, timeout_s: float) -> bool:
-        """Wait until `ready()` is true; False if it is not after `timeout_s` seconds.
+        """Wait until `ready()` is true; False if it is not after `timeout_s` seconds. Errors of `ready` pass through.
 
         Raises:
             PeerGone: the peer's socket is closed and `ready()` is still false.
-            Whatever `ready` raises.
         """
         now = time.monotonic()
         deadline = now + timeout_s
@@ -76,7 +76,7 @@ class Doorbell:
 
     @property
     def alive(self) -> bool:
-        """Whether the peer's socket is open. Takes the rings that have arrived."""
+        """Whether the peer's socket is open. Discards the rings that have arrived."""
         while not self._gone:
             try:
                 self._gone = not self._connection.recv(4096)
@@ -87,7 +87,7 @@ class Doorbell:
         return False
 
     def close(self) -> None:
-        """Idempotent. The peer notices at once."""
+        """Close the socket; the peer notices at once. Idempotent."""
         self._gone = True
         self._connection.close()
 

@@ -1,9 +1,9 @@
-"""The ring of step plans in shared memory: where a plan lies, how it is written, how it is read and checked.
+"""The forward ring in shared memory: layout of the slots, writing, and checked reading of forward inputs.
 
 Owns the layout. Knows neither processes nor waiting (`engine.ipc.forward_broadcast`).
 
     words    0 .. 7 magic, version, capacities | 16 sent | 24, 32, ... read, one cache line per receiver
-    slots    [num_slots] of: 8 words (seq, kind, step, counts), then the plan's arrays as int32, end to end
+    slots    [num_slots] of: 8 words (seq, kind, step id, counts), then the arrays as int32, one after the other
 """
 
 from __future__ import annotations
@@ -21,39 +21,47 @@ from engine.errors import ConfigError, ShardDown
 RING_VERSION = 1
 _MAGIC = int.from_bytes(b"paceplan", "little")
 _SENT, _READ, _LINE = 16, 24, 8
-_KIND_PLAN, _KIND_END = 1, 2
+_KIND_FORWARD, _KIND_END = 1, 2
 _SLOT_WORDS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardRingSpec:
-    """Capacity of the ring.
+    """Capacities of the ring.
 
     Raises:
         ConfigError: a size below 1.
     """
 
     max_rows: int
-    """Rows of one forward."""
+    """Most rows of one forward."""
     max_spans: int
+    """Most spans of one forward."""
     max_blocks_per_span: int
+    """Most KV blocks of one span."""
     num_slots: int = 4
-    """Steps that shard 0 may be ahead of the slowest shard."""
+    """Steps that rank 0 may be ahead of the slowest rank."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
             if getattr(self, item.name) < 1:
-                raise ConfigError(f"plan ring {item.name}: {getattr(self, item.name)} given, allowed is 1 or more")
+                raise ConfigError(f"forward ring {item.name}: {getattr(self, item.name)} given, allowed is 1 or more")
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot, a whole number of cache lines."""
+        """Bytes of one slot, a multiple of the cache line."""
         num_values = 4 * self.max_rows + self.max_spans * (2 + self.max_blocks_per_span)
         return 8 * _SLOT_WORDS + -(-4 * num_values // 64) * 64
 
 
 class ForwardRing:
-    """The mapped memory: the words of both sides, and the slots."""
+    """The mapped memory: the words of sender and receivers, and the slots.
+
+    Args:
+        buffer: writable mapping of at least `ring_bytes(spec, num_receivers)` bytes.
+        spec: capacities of the ring.
+        num_receivers: number of ranks that read it.
+    """
 
     def __init__(self, buffer: mmap.mmap, spec: ForwardRingSpec, num_receivers: int) -> None:
         self._spec = spec
@@ -68,29 +76,42 @@ class ForwardRing:
         ]
 
     def initialize(self) -> None:
-        """Write the fixed words; done once by the sender, before anybody maps the ring."""
+        """Write the fixed words. The sender does this once, before a receiver maps the ring."""
         for index, word in enumerate(self._fixed):
             self._words[index] = word
 
-    def is_ours(self) -> bool:
-        """Whether magic, version and capacities are those this side expects."""
+    def has_expected_header(self) -> bool:
+        """Whether magic, version and capacities are the ones of this process."""
         return self._words[: len(self._fixed)].tolist() == self._fixed
 
     @property
     def sent(self) -> int:
-        """Number of the last slot announced."""
+        """Sequence number of the latest slot that was sent."""
         return self._words[_SENT]
 
     def num_read(self, receiver: int) -> int:
-        """Number of the last slot that a receiver, from 0, has copied out."""
+        """Sequence number of the latest slot that a receiver has copied.
+
+        Args:
+            receiver: index of the receiver, from 0.
+        """
         return self._words[_READ + receiver * _LINE]
 
     def mark_read(self, receiver: int, seq: int) -> None:
-        """A receiver, from 0, has copied this slot out."""
+        """Record that a receiver has copied the slot of `seq`.
+
+        Args:
+            receiver: index of the receiver, from 0.
+            seq: sequence number of the slot.
+        """
         self._words[_READ + receiver * _LINE] = seq
 
     def check(self, forward_input: ForwardInput) -> None:
-        """Raises ValueError if the plan exceeds the ring's capacities or does not hang together."""
+        """Check a forward input before it is sent.
+
+        Raises:
+            ValueError: it exceeds the capacities, its arrays do not fit each other, or a dtype is not int32.
+        """
         spec = self._spec
         num_spans, width = forward_input.block_tables.shape
         for name, given, allowed in (
@@ -100,15 +121,15 @@ class ForwardRing:
             ("blocks per span", width, spec.max_blocks_per_span),
         ):
             if given > allowed:
-                raise ValueError(f"step plan {name}: {given} given, allowed are {allowed}")
+                raise ValueError(f"forward input {name}: {given} given, allowed are {allowed}")
         lengths = [part.size for part in _arrays(forward_input)]
         if lengths[:5] != [len(forward_input.token_ids)] * 3 + [num_spans] * 2:
-            raise ValueError(f"step plan: arrays of lengths {lengths} do not belong together")
+            raise ValueError(f"forward input: arrays of lengths {lengths} do not fit each other")
         if any(part.dtype != np.int32 for part in _arrays(forward_input)):
-            raise ValueError("step plan: every array must be of dtype int32")
+            raise ValueError("forward input: every array must be of dtype int32")
 
     def write(self, seq: int, step_id: int, forward_input: ForwardInput | None) -> None:
-        """Fill the slot of `seq` and announce it; None says that no more will come."""
+        """Fill the slot of `seq`, then store the sequence number. None marks the end: no step follows."""
         index = seq % self._spec.num_slots
         words = self._slot_words[index]
         counts = (0, 0, 0, 0)
@@ -118,27 +139,34 @@ class ForwardRing:
             for part in _arrays(forward_input):
                 start, end = end, end + part.size
                 values[start:end] = part.reshape(-1)
-        words[1], words[2] = _KIND_END if forward_input is None else _KIND_PLAN, step_id
-        for place, count in enumerate(counts, start=3):
-            words[place] = count
+        words[1], words[2] = _KIND_END if forward_input is None else _KIND_FORWARD, step_id
+        for word, count in enumerate(counts, start=3):
+            words[word] = count
         words[0] = seq
-        # Last, and one aligned 8-byte store: whoever sees the new number sees the slot (see
-        # `draft_buffer.control_block`).
+        # The sequence number is stored last, as one aligned 8-byte store, so that a receiver that sees it also sees the
+        # slot (see `draft_buffer.control_block`).
         self._words[_SENT] = seq
 
     def read(self, seq: int) -> tuple[int, ForwardInput | None]:
-        """Copy the slot of `seq` out. Raises ShardDown if it cannot be what a healthy sender wrote."""
+        """Copy and check the slot of `seq`.
+
+        Returns:
+            The step id, and the forward input; None at the end.
+
+        Raises:
+            ShardDown: the slot is corrupt, or belongs to another sequence number or ring.
+        """
         index = seq % self._spec.num_slots
         found, kind, step_id, num_spans, width, num_rows, num_logits, _ = self._slot_words[index].tolist()
-        if not self.is_ours() or found != seq or kind not in (_KIND_PLAN, _KIND_END):
-            raise ShardDown(f"step plan {seq} is corrupt: slot holds number {found}, kind {kind}")
+        if not self.has_expected_header() or found != seq or kind not in (_KIND_FORWARD, _KIND_END):
+            raise ShardDown(f"forward input {seq} is corrupt: its slot has number {found}, kind {kind}")
         if kind == _KIND_END:
             return step_id, None
         spec = self._spec
         bounds = (spec.max_spans, spec.max_blocks_per_span, spec.max_rows, spec.max_rows)
         counts = (num_spans, width, num_rows, num_logits)
         if not all(0 <= count <= bound for count, bound in zip(counts, bounds, strict=True)):
-            raise ShardDown(f"step plan {seq} is corrupt: counts {counts}, allowed are up to {bounds}")
+            raise ShardDown(f"forward input {seq} is corrupt: counts {counts}, allowed are up to {bounds}")
         sizes = [num_rows, num_rows, num_rows, num_spans, num_spans, num_spans * width, num_logits]
         values = self._values[index][: sum(sizes)].copy()
         parts = np.split(values, np.cumsum(sizes)[:-1])
@@ -151,12 +179,12 @@ def _header_bytes(num_receivers: int) -> int:
 
 
 def ring_bytes(spec: ForwardRingSpec, num_receivers: int) -> int:
-    """Bytes of the memory that all shards map."""
+    """Bytes of the memory that all ranks map."""
     return _header_bytes(num_receivers) + spec.num_slots * spec.slot_bytes
 
 
 def _arrays(forward_input: ForwardInput) -> tuple[npt.NDArray[Any], ...]:
-    """In the order of ForwardPlan's fields."""
+    """The arrays of a forward input, in the order of its fields."""
     return (
         forward_input.token_ids,
         forward_input.positions,

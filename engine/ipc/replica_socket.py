@@ -1,8 +1,8 @@
-"""The unix socket of shard 0: commands in, one message of deltas per step out.
+"""The unix socket of rank 0: commands come in, and one message of deltas per step goes out.
 
-Owns the socket, which takes one replica and no other after it, a reading thread, and one that writes what the kernel
-does not take at once: neither a slow replica nor a full buffer ever holds up the step loop. A replica that goes away
-takes its requests with it. Knows no engine, only the callables it is given.
+Owns the socket, which accepts one replica only, a reading thread, and a writing thread for bytes that the kernel does
+not accept at once. A slow replica or a full socket buffer never blocks the step loop. When the replica disconnects, all
+its requests are abandoned. Knows no engine, only the callables it is given.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ _log = logging.getLogger(__name__)
 
 
 class ShardSocket:
-    """Serves one replica, the first that connects.
+    """Serves one replica, the first one that connects.
 
     Args:
-        submit, abort: called in the reading thread.
-        abandon: called when the replica is gone: nobody waits for any request any more.
+        submit: starts a request. Called in the reading thread.
+        abort: ends the request with this id. Called in the reading thread.
+        abandon: ends all requests. Called in the reading thread when the replica has disconnected.
     """
 
     def __init__(
@@ -47,15 +48,15 @@ class ShardSocket:
         self._listener.listen(1)
         self._connection: socket.socket | None = None
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # held by whoever hands bytes to the kernel or to the outbox
+        self._lock = threading.Lock()  # orders the bytes that go to the kernel and to the outbox
         self._num_queued = 0
         for target, name in ((self._serve, "shard-socket-read"), (self._write, "shard-socket-write")):
             threading.Thread(target=target, name=name, daemon=True).start()
 
     def send(self, event: Event) -> None:
-        """Send what the kernel takes at once and queue the rest; never blocks. Dropped when no replica is connected.
+        """Send what the kernel accepts at once, and queue the rest. Never blocks. Dropped when no replica is connected.
 
-        Waking the writing thread costs a switch in the middle of a step, so it is left to sleep where it can.
+        The writing thread is woken only when something is queued: waking it costs a context switch during a step.
         """
         data = frame(event)
         with self._lock:
@@ -67,16 +68,16 @@ class ShardSocket:
                 self._outbox.put(data)
 
     def close(self) -> None:
-        """Stop both threads once everything queued is written. Idempotent."""
+        """Stop both threads after everything queued is written. Idempotent."""
         self._outbox.put(None)
         self._stop_listening()
 
     def _serve(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # closed before anyone came
+        except OSError:  # closed before a replica connected
             return
-        self._stop_listening()  # nothing is left in the file system, however this process ends
+        self._stop_listening()  # removes the socket file, so that nothing is left when this process is killed
         self._connection = connection
         try:
             self._read(connection)
@@ -119,7 +120,7 @@ class ShardSocket:
 
 
 def _send_now(connection: socket.socket, data: bytes) -> int:
-    """Bytes that were sent without waiting. A broken connection is left to the reading thread, which notices."""
+    """Number of bytes sent without blocking. The reading thread handles a broken connection."""
     try:
         return connection.send(data, socket.MSG_DONTWAIT)
     except OSError:

@@ -1,9 +1,9 @@
-"""Memory that two processes map, and how the second one gets it.
+"""Memory that two processes map, and how the second process gets it.
 
-Owns anonymous shared memory (a sealed memfd) and the little rendezvous that passes it over a unix socket. Neither has a
-name in any file system, so nothing can be left behind, whichever process is killed and when; and the size is not bound
-by the mount of /dev/shm, which containers keep at 64 MB. Seals keep a peer from shrinking what the other has mapped.
-Knows nothing of what lies in the memory; the connected sockets serve as doorbells afterwards (`engine.ipc.doorbell`).
+Owns anonymous shared memory (a sealed memfd) and the rendezvous that passes it over a unix socket. Neither has a name
+in a file system, so nothing is left behind when a process is killed. The size does not depend on the mount of /dev/shm,
+which containers limit to 64 MB. Seals prevent a peer from shrinking memory that is mapped. Knows nothing of the
+contents. The connected sockets serve as doorbells afterwards (`engine.ipc.doorbell`).
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class PeerGone(Exception):
-    """The process at the other end has closed its socket or is dead."""
+    """The peer process has closed its socket or is dead."""
 
 
 class SharedMemory:
-    """A stretch of memory that lives as long as any process maps it.
+    """Memory that exists as long as a process maps it.
 
     Args:
-        fd: a sealed memfd; this object owns it from here on.
-        num_bytes: bytes to map.
+        fd: a sealed memfd. This object closes it.
+        num_bytes: number of bytes to map.
     """
 
     def __init__(self, fd: int, num_bytes: int) -> None:
@@ -47,7 +47,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, num_bytes: int) -> SharedMemory:
-        """New memory, all zero. Pages are taken from the machine when first written."""
+        """New memory, filled with zeros. A page takes physical memory when it is first written."""
         fd = os.memfd_create("paceline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, num_bytes)
@@ -59,10 +59,14 @@ class SharedMemory:
 
     @classmethod
     def adopt(cls, fd: int, num_bytes: int) -> SharedMemory:
-        """Map what a peer has sent. Takes over `fd`.
+        """Map the memory that a peer has sent.
+
+        Args:
+            fd: the peer's memfd. The new object closes it.
+            num_bytes: number of bytes to map.
 
         Raises:
-            ConfigError: the memory is smaller than `num_bytes`, or could still be shrunk under our feet.
+            ConfigError: the memory is smaller than `num_bytes`, or is not sealed against shrinking.
         """
         size = os.fstat(fd).st_size
         if size < num_bytes or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
@@ -73,7 +77,7 @@ class SharedMemory:
         return cls(fd, num_bytes)
 
     def close(self) -> None:
-        """Give up the file; idempotent. The mapping itself goes when the last view of it does, so views stay valid."""
+        """Close the file descriptor. Idempotent. The mapping is released with its last view, so views stay valid."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -81,23 +85,31 @@ class SharedMemory:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where a peer finds the memory; part of what the two processes exchange through Ray. Picklable."""
+    """Where a peer finds the memory. Part of the handle that crosses by Ray; picklable."""
 
     name: str
-    """Name in the abstract socket namespace of this machine; unpredictable, gone with its owner."""
+    """Random name in the abstract socket namespace of this machine. It disappears with its owner."""
     version: int
     """Protocol version of the owner."""
     epoch: int
+    """Epoch of the owner. Another epoch is refused."""
     num_bytes: int
+    """Size of the memory in bytes."""
     peer: int
-    """Which of the expected peers the holder of this is, from 0."""
+    """Index of the peer that this rendezvous is for, from 0."""
 
 
 class Host:
-    """Hands one shared memory to each of the expected peers, once, whenever they come.
+    """Passes one shared memory to each of the expected peers, once per peer.
 
-    A short-lived thread answers, so that the owner may be busy (or stopped in a Ray call) when a peer opens.
-    Only processes of the same user are answered.
+    A thread accepts the peers until all have connected, so the owner may be busy meanwhile. Only processes of the same
+    user are accepted.
+
+    Args:
+        memory: the memory to pass. The caller closes it.
+        version: protocol version of the owner.
+        epoch: epoch of the owner.
+        num_peers: number of expected peers.
     """
 
     def __init__(self, memory: SharedMemory, *, version: int, epoch: int, num_peers: int) -> None:
@@ -116,26 +128,30 @@ class Host:
         self._thread.start()
 
     def rendezvous(self, peer: int) -> Rendezvous:
-        """What peer number `peer` needs to connect."""
+        """The argument of `join` in the process of peer number `peer`."""
         return Rendezvous(self._name, self._version, self._epoch, self._memory.num_bytes, peer)
 
     def missing(self) -> tuple[int, ...]:
-        """Peers that have not come yet."""
+        """Peers that have not connected yet. A peer whose `join` has returned is not among them."""
         with self._changed:
             return tuple(peer for peer in range(self._num_peers) if peer not in self._sockets)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all peers have connected; False if some have not by then."""
+        """Wait until all peers have connected; False if some have not after `timeout_s` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: len(self._sockets) == self._num_peers, timeout_s)
 
     def socket_of(self, peer: int) -> socket.socket:
-        """The connected socket of a peer that has come."""
+        """The socket of a peer that has connected.
+
+        Raises:
+            KeyError: the peer has not connected.
+        """
         with self._changed:
             return self._sockets[peer]
 
     def close(self) -> None:
-        """Stop answering; idempotent. Sockets that were handed out are their holders' to close, and closed here too."""
+        """Stop accepting peers, and close all sockets. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -156,6 +172,7 @@ class Host:
                     connection.close()
 
     def _welcome(self, connection: socket.socket) -> bool:
+        """Check a greeting, then pass the memory and register the peer; False for anybody who is not expected."""
         connection.settimeout(_HANDSHAKE_S)
         try:
             if peer_uid(connection) != os.geteuid():
@@ -164,12 +181,13 @@ class Host:
             if (magic, version, epoch) != (_MAGIC, self._version, self._epoch) or peer not in self.missing():
                 return False
             reply = _REPLY.pack(_MAGIC, self._version, self._epoch, self._memory.num_bytes)
-            socket.send_fds(connection, [reply], [self._memory.fd])
+            # Under the lock: once the peer has its reply, nobody sees it as missing.
+            with self._changed:
+                socket.send_fds(connection, [reply], [self._memory.fd])
+                self._sockets[peer] = connection
+                self._changed.notify_all()
         except (OSError, PeerGone):
             return False
-        with self._changed:
-            self._sockets[peer] = connection
-            self._changed.notify_all()
         return True
 
 
@@ -177,16 +195,20 @@ def join(rendezvous: Rendezvous, *, version: int, timeout_s: float) -> tuple[Sha
     """Connect to the owner of a shared memory and map it.
 
     Args:
-        version: the protocol version of this process.
+        rendezvous: from the owner.
+        version: protocol version of this process.
         timeout_s: seconds from now.
 
+    Returns:
+        The mapped memory, and the socket connected to the owner. The caller closes both.
+
     Raises:
-        ConfigError: the owner speaks another version, runs as another user, or its memory has the wrong size.
+        ConfigError: the owner has another version or user, or its memory has the wrong size.
         PeerGone: the owner is gone, has closed this epoch, or already has this peer.
     """
     if rendezvous.version != version:
         raise ConfigError(
-            f"buffer version: {rendezvous.version} given, this process speaks {version}; start both from one release"
+            f"buffer version: {rendezvous.version} given, this process has {version}; start both from one release"
         )
     deadline = time.monotonic() + timeout_s
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -203,14 +225,14 @@ def join(rendezvous: Rendezvous, *, version: int, timeout_s: float) -> tuple[Sha
         return SharedMemory.adopt(fds[0], rendezvous.num_bytes), connection
     except OSError as error:
         connection.close()
-        raise PeerGone(f"no owner answers for epoch {rendezvous.epoch} of this buffer: {error}") from None
+        raise PeerGone(f"no owner responds for epoch {rendezvous.epoch} of this buffer: {error}") from None
     except BaseException:
         connection.close()
         raise
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """User id of the process at the other end, as the kernel knows it."""
+    """User id of the peer process, from the kernel."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", credentials)[1])
 

@@ -1,10 +1,10 @@
-"""Messages between a replica and its shard 0: length-prefixed msgpack over a unix socket, typed on both sides.
+"""Messages between a replica and rank 0 of its target: length-prefixed msgpack over a unix socket, typed on both sides.
 
-Owns the framing and the message types. Nothing here is pickled; a frame that does not decode to one of the declared
-types raises `EngineError` and ends the connection.
+Owns the framing and the message types. Nothing is pickled. A frame that does not decode to one of the declared types
+raises `EngineError` and ends the connection.
 
-    replica -> shard 0     SubmitCommand, AbortCommand
-    shard 0 -> replica     StepDeltas (one per step), DraftStatus, EngineFailed
+    replica -> rank 0     SubmitCommand, AbortCommand
+    rank 0 -> replica     StepDeltas (one per step), DraftStatus, EngineFailed
 """
 
 from __future__ import annotations
@@ -21,26 +21,33 @@ MAX_FRAME_BYTES = 64 << 20
 
 
 class SubmitCommand(msgspec.Struct, tag="submit", frozen=True):
+    """Start a request."""
+
     submit: Submit
 
 
 class AbortCommand(msgspec.Struct, tag="abort", frozen=True):
+    """End a request early."""
+
     request_id: str
 
 
 class StepDeltas(msgspec.Struct, tag="deltas", frozen=True):
+    """New tokens of all requests in one step."""
+
     deltas: tuple[Delta, ...]
 
 
 class DraftStatus(msgspec.Struct, tag="draft", frozen=True):
-    """The draft came up or went down."""
+    """The draft started or stopped."""
 
     up: bool
     reason: str
+    """Why it stopped; empty when it started."""
 
 
 class EngineFailed(msgspec.Struct, tag="failed", frozen=True):
-    """The loop has ended; nothing follows."""
+    """The step loop has failed. No message follows."""
 
     reason: str
 
@@ -54,16 +61,16 @@ _events = msgspec.msgpack.Decoder(Event)
 
 
 def frame(message: Command | Event) -> bytes:
-    """A message with its length before it."""
+    """A message as bytes, preceded by its length."""
     payload = _encoder.encode(message)
     return HEADER.pack(len(payload)) + payload
 
 
 def frame_len(header: bytes) -> int:
-    """Payload bytes that follow this header.
+    """Number of payload bytes after this header.
 
     Raises:
-        EngineError: the length is not believable.
+        EngineError: the length is above MAX_FRAME_BYTES.
     """
     (length,) = HEADER.unpack(header)
     if length > MAX_FRAME_BYTES:
@@ -72,7 +79,11 @@ def frame_len(header: bytes) -> int:
 
 
 def decode_command(payload: bytes) -> Command:
-    """Raises EngineError when it is none."""
+    """The command in a payload.
+
+    Raises:
+        EngineError: the payload is not a command.
+    """
     try:
         return _commands.decode(payload)
     except msgspec.DecodeError as error:
@@ -80,7 +91,11 @@ def decode_command(payload: bytes) -> Command:
 
 
 def decode_event(payload: bytes) -> Event:
-    """Raises EngineError when it is none."""
+    """The event in a payload.
+
+    Raises:
+        EngineError: the payload is not an event.
+    """
     try:
         return _events.decode(payload)
     except msgspec.DecodeError as error:

@@ -1,1 +1,1 @@
-"""Tensors: the decoder and what it is made of."""
+"""Decoders on tensors: weights, layers, attention, KV cache and collectives."""

@@ -1,11 +1,11 @@
-"""Causal attention of a forward's rows over the paged KV cache, behind one interface with three implementations.
+"""Causal attention over the paged KV cache: one interface, three implementations.
 
-Owns the interface, the choice and the slow twin, `ReferenceAttention` (plain loops); `PaddedAttention` (PyTorch's
-operators, any device) and `VarlenAttention` (paged flash attention, CUDA) have files of their own. What depends on the
-plan alone is computed once per forward (`prepare`), not per layer. Knows nothing of layers, weights or who owns blocks.
+Owns the interface, the choice, and the reference implementation in plain loops. `PaddedAttention` uses PyTorch's
+operators on any device, `VarlenAttention` paged flash attention on CUDA. What depends on the forward input alone is
+computed once per forward (`prepare`), not per layer. Knows nothing of layers, weights or block ownership.
 
     cache (one for K, one for V)   [num_blocks, block_size, num_kv_heads, head_dim]
-    span s                         its q_lens[s] rows are the last of its kv_lens[s] tokens; row j sees
+    span s                         q_lens[s] rows, the last of its kv_lens[s] tokens; row j attends to
                                    tokens [0, kv_lens[s] - q_lens[s] + j]
 """
 
@@ -25,38 +25,38 @@ AttentionKind = Literal["auto", "reference", "padded", "varlen"]
 
 
 class Attention(Protocol):
-    """Attention over paged KV. `prepare` once per forward, `attend` once per layer with what it returned."""
+    """Attention over a paged KV cache. `prepare` is called once per forward, `attend` once per layer."""
 
     def prepare(self, forward_input: ForwardInput, *, block_size: int) -> Any:
-        """What `attend` needs of the plan, on the device."""
+        """Index tensors and masks that `attend` needs for this forward input."""
         ...
 
     def attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, prepared: Any) -> torch.Tensor:
-        """Attention of each row over its span's tokens, its own included.
+        """Attention of each row over the tokens of its span up to its own position.
 
         Args:
-            query: [N, num_heads, head_dim]; query head h reads KV head h // (num_heads / num_kv_heads).
-            k_cache: [num_blocks, block_size, num_kv_heads, head_dim], rows already written.
-            v_cache: as k_cache.
-            prepared: from `prepare` for the same plan.
+            query: [N, num_heads, head_dim]. Query head h reads KV head h // (num_heads / num_kv_heads).
+            k_cache: [num_blocks, block_size, num_kv_heads, head_dim]. Holds the keys of all rows already.
+            v_cache: values, with the shape of `k_cache`.
+            prepared: result of `prepare` for the same forward input.
 
         Returns:
-            [N, num_heads * head_dim], dtype of query.
+            [N, num_heads * head_dim], in the dtype of `query`.
         """
         ...
 
 
 def make_attention(kind: AttentionKind, *, group_size: int, dtype: torch.dtype, device: torch.device) -> Attention:
-    """The fastest attention for the device and dtype, or the one asked for.
+    """An attention implementation.
 
     Args:
-        kind: `auto` chooses.
+        kind: the implementation; `auto` is the fastest for device and dtype.
         group_size: query heads per KV head.
-        dtype: of query and cache.
-        device: of query and cache.
+        dtype: dtype of query and cache.
+        device: device of query and cache.
 
     Raises:
-        ConfigError: `varlen` on a device or dtype that it does not serve.
+        ConfigError: `varlen` on a device or dtype that it does not support.
     """
     flash = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     if kind == "varlen" and not flash:
@@ -69,10 +69,10 @@ def make_attention(kind: AttentionKind, *, group_size: int, dtype: torch.dtype, 
 
 
 class ReferenceAttention:
-    """One row and one head at a time, softmax in float32."""
+    """The reference: one row and one head at a time, with softmax in float32."""
 
     def prepare(self, forward_input: ForwardInput, *, block_size: int) -> ForwardInput:
-        del block_size  # The cache's own shape tells it.
+        del block_size  # The shape of the cache has it.
         return forward_input
 
     def attend(
@@ -88,9 +88,9 @@ class ReferenceAttention:
             keys = k_cache[blocks].flatten(0, 1).float()  # [tokens, num_kv_heads, head_dim]
             values = v_cache[blocks].flatten(0, 1).float()
             for j in range(q_len):
-                seen = kv_len - q_len + j + 1
+                num_visible = kv_len - q_len + j + 1
                 for head in range(num_heads):
-                    scores = keys[:seen, head // group] @ query[row, head].float() / head_dim**0.5
-                    out[row, head] = (scores.softmax(0) @ values[:seen, head // group]).to(out.dtype)
+                    scores = keys[:num_visible, head // group] @ query[row, head].float() / head_dim**0.5
+                    out[row, head] = (scores.softmax(0) @ values[:num_visible, head // group]).to(out.dtype)
                 row += 1
         return out.view(num_rows, num_heads * head_dim)

@@ -1,7 +1,7 @@
-"""Attention with PyTorch's operators, on any device: spans in padded groups.
+"""Attention with PyTorch's operators, on any device: spans are attended in padded groups.
 
-Owns which spans are attended together and what that costs in padding. The interface, and what the cache and a span are,
-stand in `engine.model.attention`.
+Owns the grouping of spans and its cost in padding. The interface and the shape of the cache are in
+`engine.model.attention`.
 """
 
 from __future__ import annotations
@@ -22,37 +22,46 @@ class _Group:
 
     num_spans: int
     q_len: int
+    """Query slots per span: rows of the longest span."""
     kv_len: int
+    """Tokens per span: those of the longest span."""
     blocks: torch.Tensor
-    """[num_spans * W] int64: block ids to gather."""
+    """[num_spans * W] int64 ids of the blocks to gather, W per span."""
     rows: torch.Tensor | None
-    """[num_spans * q_len] int64: the row of each query slot; None where those are all rows in order."""
+    """[num_spans * q_len] int64 row of each query slot; None when the slots are all rows of the forward, in order."""
     slots: torch.Tensor | None
-    """Query slots that hold a row, in the order of `targets`; None where every slot does."""
+    """Query slots that are no padding, in the order of `targets`; None when there is no padding."""
     targets: torch.Tensor | None
-    """Rows of the forward that the group yields; None where those are all rows in order."""
+    """Rows of the forward that the group computes; None when these are all rows, in order."""
     mask: torch.Tensor | None
-    """Additive, [num_spans, 1, q_len * group_size, kv_len] for folded heads, [1, 1, q_len, kv_len] for a long span;
-    None where every slot sees everything, or `causal`."""
+    """Additive mask: [num_spans, 1, q_len * group_size, kv_len] for folded heads, [1, 1, q_len, kv_len] for a long
+    span; None when `causal`, or when every slot attends to all tokens."""
     causal: bool = False
-    """A long span without context: plain causal attention."""
+    """Whether it is a long span without earlier context, for plain causal attention."""
     folded: bool = True
+    """Whether the query heads of one KV head are folded into rows."""
 
 
 class PaddedAttention:
-    """Gathers each span's blocks and calls `scaled_dot_product_attention`.
+    """Gathers the blocks of each span and calls `scaled_dot_product_attention`.
 
-    Short spans (decode, verify) go in padded groups with the query heads of a KV head folded into rows, which is
-    several times faster than `enable_gqa` at one row; spans of unlike context lengths go in different groups, so that
-    one long context does not make the others pay for it. Long spans (prefill) go one by one.
+    Short spans (decode, verify) are attended in padded groups, with the query heads of a KV head folded into rows. For
+    one row per span this is several times faster than `enable_gqa`. Spans of very different context lengths are in
+    different groups, which bounds the padding. Long spans (prefill) are attended one by one.
+
+    Args:
+        group_size: query heads per KV head.
+        dtype: dtype of query and cache.
+        device: device of query and cache.
     """
 
     SHORT_SPAN = 32
-    """Most rows of a span that is attended in a group."""
+    """Most rows of a short span."""
     MIN_BATCHED = 1024
-    """Gathered tokens from which batched products beat the fused operator, in bf16 at few rows; measured on Zen 5."""
+    """Gathered tokens from which batched products are faster than the fused operator, in bf16 at few rows. Measured on
+    a Zen 5 CPU."""
     MAX_PADDING = 3072
-    """Tokens of padding that a group may have: about what two more groups cost; a split saves at most half of it."""
+    """Most padding of a group, in tokens. Computing it costs about as much as two more groups."""
 
     def __init__(self, *, group_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._group_size = group_size
@@ -75,7 +84,7 @@ class PaddedAttention:
         return out
 
     def _partition(self, forward_input: ForwardInput) -> list[list[int]]:
-        """Span numbers by group: short spans of like context, in order within a group; then long spans, alone."""
+        """Span indices by group: short spans of similar context length, then each long span alone."""
         short = np.flatnonzero(forward_input.q_lens <= self.SHORT_SPAN)
         groups: list[list[int]] = []
         num_tokens = 0
@@ -94,9 +103,9 @@ class PaddedAttention:
     ) -> _Group:
         q_lens, kv_lens = forward_input.q_lens[members], forward_input.kv_lens[members]
         q_len, kv_len = int(q_lens.max()), int(kv_lens.max())
-        everything = len(members) == len(forward_input.q_lens)
+        all_spans = len(members) == len(forward_input.q_lens)
         uniform = bool((q_lens == q_len).all())
-        # A padding slot repeats its span's last row, so that it sees at least one token and its result is dropped.
+        # A padding slot repeats the last row of its span, so that its mask is never empty. Its result is dropped.
         offsets = np.minimum(np.arange(q_len)[None, :], q_lens[:, None] - 1)  # [B, Q]
         rows = starts[members][:, None] + offsets
         real = np.arange(q_len)[None, :] < q_lens[:, None]
@@ -110,9 +119,9 @@ class PaddedAttention:
             q_len=q_len,
             kv_len=kv_len,
             blocks=self._index(forward_input.block_tables[members, :width]),
-            rows=None if everything and uniform else self._index(rows),
+            rows=None if all_spans and uniform else self._index(rows),
             slots=None if uniform else self._index(np.flatnonzero(real)),
-            targets=None if everything else self._index(rows[real]),
+            targets=None if all_spans else self._index(rows[real]),
             mask=None if causal or full else self._mask(last_seen, kv_len, self._group_size if folded else 1),
             causal=causal,
             folded=folded,
@@ -122,7 +131,7 @@ class PaddedAttention:
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64).reshape(-1)).to(self._device)
 
     def _mask(self, last_seen: np.ndarray[Any, Any], kv_len: int, repeats: int) -> torch.Tensor:
-        """[B, 1, Q * repeats, kv_len]: 0 where a row sees a token, -inf elsewhere."""
+        """[B, 1, Q * repeats, kv_len]: 0 where a row attends to a token, -inf elsewhere."""
         limits = torch.from_numpy(np.repeat(last_seen.astype(np.int64), repeats, axis=1)).to(self._device)
         hidden = torch.arange(kv_len, device=self._device) > limits[:, None, :, None]
         return torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, float("-inf"))
@@ -130,7 +139,7 @@ class PaddedAttention:
     def _attend_group(
         self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, group: _Group
     ) -> torch.Tensor:
-        """[rows of the group, num_heads * head_dim], rows in the order of `targets`."""
+        """Attention of one group, [rows of the group, num_heads * head_dim], in the order of `targets`."""
         _, num_heads, head_dim = query.shape
         num_kv_heads = k_cache.shape[2]
         spans, q_len = group.num_spans, group.q_len
@@ -157,7 +166,7 @@ class PaddedAttention:
 
     @staticmethod
     def _gather(cache: torch.Tensor, group: _Group) -> torch.Tensor:
-        """[B, num_kv_heads, kv_len, head_dim], a view of one contiguous copy of the blocks."""
+        """K or V of a group, [B, num_kv_heads, kv_len, head_dim]: a view of one contiguous copy of its blocks."""
         num_blocks, _, num_kv_heads, head_dim = cache.shape
         tokens = cache.view(num_blocks, -1).index_select(0, group.blocks)
         tokens = tokens.view(group.num_spans, -1, num_kv_heads, head_dim)

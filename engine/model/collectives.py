@@ -1,7 +1,7 @@
-"""How the shards of one model add up and gather: over gloo on CPUs, NCCL on GPUs, or not at all.
+"""Collective operations of a model's shards: sum and gather over gloo on CPUs, NCCL on GPUs, or none for one shard.
 
-Owns the process group of one engine, made explicitly (no global default group, so two engines can share a process), and
-turns a dead or silent peer into `ShardDown` within a deadline. Knows nothing of models beyond [rows, columns].
+Owns the process group of one engine. It is not the global default group, so two engines can share a process. A dead or
+silent peer raises `ShardDown` within a deadline. Knows nothing of models beyond [rows, columns].
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Collectives(Protocol):
-    """What one shard can do together with the others. Every rank makes the same calls in the same order."""
+    """Operations over all shards. Every rank makes the same calls in the same order."""
 
     rank: int
     size: int
@@ -31,22 +31,22 @@ class Collectives(Protocol):
         """Sum over ranks, in place.
 
         Raises:
-            ShardDown: a peer died or did not answer in time.
+            ShardDown: a peer is dead, or did not respond in time.
         """
         ...
 
     def gather_logits(self, local: torch.Tensor, columns: Sequence[int]) -> torch.Tensor | None:
-        """Bring the ranks' columns side by side on rank 0.
+        """Concatenate the columns of all ranks on rank 0.
 
         Args:
-            local: [R, columns[rank]].
-            columns: of every rank.
+            local: [R, columns[rank]], the columns of this rank.
+            columns: number of columns of each rank.
 
         Returns:
             [R, sum(columns)] on rank 0, None elsewhere.
 
         Raises:
-            ShardDown: as `all_reduce`.
+            ShardDown: a peer is dead, or did not respond in time.
         """
         ...
 
@@ -56,7 +56,7 @@ class Collectives(Protocol):
 
 
 class Solo:
-    """A model on one device: nothing to exchange."""
+    """The only shard of a model: there is nothing to exchange."""
 
     rank = 0
     size = 1
@@ -73,7 +73,7 @@ class Solo:
 
 
 class Group:
-    """A shard among others. Make one with `connect`."""
+    """One of several shards, made by `connect`."""
 
     def __init__(self, backend: Any, *, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
         self.rank = rank
@@ -94,19 +94,19 @@ class Group:
         name: str = "tp",
         host: str = LOOPBACK,
     ) -> Group:
-        """Meet the other ranks. Blocks until all are there.
+        """Connect to the other ranks. Blocks until all have connected.
 
         Args:
-            rank: of this shard, within [0, size).
+            rank: rank of this shard, within [0, size).
             size: number of shards.
-            store: shared by all ranks, see `open_store`.
-            device: where tensors lie; cuda means NCCL.
-            timeout_s: deadline of the meeting, and of each later operation.
-            name: prefix within the store, so that one store serves several groups.
-            host: address gloo listens on.
+            store: the store of all ranks, see `open_store`.
+            device: device of the tensors; cuda uses NCCL.
+            timeout_s: deadline of connecting, and of each later operation.
+            name: prefix of the keys in the store, so that several groups can share it.
+            host: address that gloo listens on.
 
         Raises:
-            ShardDown: a peer did not come in time.
+            ShardDown: a peer did not connect in time.
         """
         prefixed = PrefixStore(name, store)
         timeout = timedelta(seconds=timeout_s)
@@ -146,14 +146,14 @@ class Group:
         self._backend.shutdown()
 
     def _run(self, start: Callable[[], Any]) -> None:
-        """Start an operation. gloo: wait for its end here. NCCL: the stream waits, the host goes on."""
+        """Start an operation. With gloo the host waits for it; with NCCL only the stream does."""
         try:
             start().wait()
         except RuntimeError as error:
             raise ShardDown(f"shard {self.rank} of {self.size}: a peer is gone or hung: {error}") from None
 
     def _await_device(self) -> None:
-        """On a GPU, wait for all that was enqueued: a hung peer shows only there."""
+        """On a GPU, wait for all queued work: only this detects a hung peer."""
         if self._device.type != "cuda":
             return
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -162,18 +162,18 @@ class Group:
         while not event.query():
             if time.monotonic() > deadline:
                 self._backend.abort()
-                raise ShardDown(f"shard {self.rank} of {self.size}: a peer did not answer within {self._timeout}")
+                raise ShardDown(f"shard {self.rank} of {self.size}: a peer did not respond within {self._timeout}")
             time.sleep(0)
 
 
 def open_store(address: str = LOOPBACK, port: int = 0, *, size: int, master: bool, timeout_s: float = 30.0) -> TCPStore:
-    """The store in which the shards of one engine find each other.
+    """The store through which the shards of one engine connect.
 
     Args:
-        address: of the master.
-        port: of the master; 0 lets the master choose, then read `.port` and tell the others.
+        address: address of the master.
+        port: port of the master. 0 lets the master choose; its `.port` then has the number.
         size: number of shards.
-        master: whether this process keeps the store; exactly one does.
+        master: whether this process keeps the store; true in exactly one process.
         timeout_s: deadline of connecting and of each lookup.
 
     Raises:

@@ -1,10 +1,10 @@
-"""The decoder of the Llama family tree: Llama, Mistral, Qwen2 and Qwen3 in one forward pass.
+"""The decoder of Llama, Mistral, Qwen2 and Qwen3 models, in one forward pass.
 
-Owns the order of operations of a layer and of the whole model, as one tensor-parallel shard computes it. The families
-differ by what is present (biases, q/k norm), not by code path. Knows nothing of files, blocks or requests: K and V go
-where the plan says, and attention is `engine.model.attention`'s.
+Owns the order of operations in a layer and in the whole model, for one tensor-parallel shard. The families differ only
+in which weights are present (biases, q/k norm). Knows nothing of files, blocks or requests: the forward input says
+where K and V go, and `engine.model.attention` computes attention.
 
-Shapes: N rows, R logit rows, H query heads, G KV heads and D head_dim, all of this shard.
+Shapes: N rows, R logit rows; H query heads, G KV heads and D head_dim of this shard.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from engine.model.rope import Rope, Rotation
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """K and V of one layer, each [num_blocks, block_size, G, D]."""
+    """KV cache of one layer. Keys and values are [num_blocks, block_size, G, D] each."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -37,37 +37,37 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """A plan as tensors on the device."""
+    """A forward input as tensors on the device."""
 
     token_ids: torch.Tensor
-    """[N] int64."""
+    """[N] int64 token ids."""
     positions: torch.Tensor
-    """[N] int64."""
+    """[N] int64 positions in the sequence."""
     slots: torch.Tensor
-    """[N] int64: block_id * block_size + offset."""
+    """[N] int64 KV slot of each row: block_id * block_size + offset."""
     logit_rows: torch.Tensor
-    """[R] int64."""
+    """[R] int64 indices of the rows with logits."""
     attention: Any
-    """From `Attention.prepare`."""
+    """Result of `Attention.prepare`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """What a forward yields."""
+    """Outputs of one forward."""
 
     logits: torch.Tensor | None
-    """[R, vocab] float32 on rank 0."""
+    """[R, vocab] float32 on rank 0; None on other ranks."""
     hidden: torch.Tensor | None
-    """[N, len(feature_layers) * hidden_size], where asked for."""
+    """[N, len(feature_layers) * hidden_size] outputs of the feature layers; None without feature layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The weights of one decoder layer, this shard's part."""
+    """One shard's weights of a decoder layer."""
 
     input_norm: RmsNorm
     qkv: Linear
-    """hidden -> (H + 2 G) * D: q heads, then k heads, then v heads."""
+    """hidden -> (H + 2 G) * D: query heads, key heads, value heads."""
     q_norm: RmsNorm | None
     k_norm: RmsNorm | None
     o: Linear
@@ -82,20 +82,29 @@ class DecoderWeights:
     """All weights of one shard."""
 
     embedding: torch.Tensor
-    """[vocab_size, hidden_size]."""
+    """[vocab_size, hidden_size], the whole table on each shard."""
     layers: tuple[Layer, ...]
     final_norm: RmsNorm
     head: Linear
-    """hidden -> this shard's share of the vocabulary."""
+    """hidden -> this shard's part of the logit columns."""
     draft_vocab: torch.Tensor | None
-    """[draft_vocab_size] int64 target id of each logit column; None: column i is token i."""
+    """[draft_vocab_size] int64 target token id of each logit column; None when column i is token i."""
 
 
 class Decoder:
-    """One shard of a model. Make one with `engine.model.load.load_model`."""
+    """One shard of a model. `engine.model.load.load_model` makes it.
+
+    Args:
+        config: of the model.
+        weights: of this shard.
+        compute: device and dtype.
+        collectives: connects the shards.
+        attention: computes attention over the KV cache.
+        feature_layers: layers whose outputs a forward also returns, ascending.
+    """
 
     own_threads = False
-    """A forward computes with PyTorch's threads."""
+    """Whether a forward uses threads of its own instead of PyTorch's."""
 
     def __init__(
         self,
@@ -124,39 +133,39 @@ class Decoder:
 
     @property
     def embedding(self) -> torch.Tensor:
-        """[vocab_size, hidden_size]."""
+        """[vocab_size, hidden_size] token embeddings."""
         return self._weights.embedding
 
     @property
     def logit_width(self) -> int:
-        """Columns of the logits."""
+        """Number of logit columns."""
         return self.config.draft_vocab_size or self.config.vocab_size
 
     def forward(
         self, forward_input: ForwardInput, caches: list[LayerCache], embedded: torch.Tensor | None = None
     ) -> ForwardResult:
-        """Write K and V of all rows into the caches, and yield the logits of the rows asked for.
+        """Write K and V of all rows into the caches, and compute the logits of the logit rows.
 
         Args:
-            plan: the rows.
-            caches: of each layer.
-            embedded: [N, hidden_size] what enters the first layer; None: the embedding of the plan's tokens.
+            forward_input: N rows, R of them with logits.
+            caches: KV cache of each layer.
+            embedded: [N, hidden_size] input of the first layer; None takes the embeddings of the token ids.
 
         Raises:
-            ShardDown: a peer shard is gone.
+            ShardDown: another shard is gone or hung.
         """
         inputs = self._inputs(forward_input, block_size=caches[0].keys.shape[1])
         hidden = F.embedding(inputs.token_ids, self._weights.embedding) if embedded is None else embedded
         rotation = self._rope.at(inputs.positions)
-        kept = []
+        features = []
         for index, (layer, cache) in enumerate(zip(self._weights.layers, caches, strict=True)):
             hidden = self._attend(layer, hidden, rotation, cache, inputs)
             hidden = self._mlp(layer, hidden)
             if index in self.feature_layers:
-                kept.append(hidden)
+                features.append(hidden)
         return ForwardResult(
             logits=self._logits(hidden, inputs.logit_rows),
-            hidden=torch.cat(kept, dim=1) if kept else None,
+            hidden=torch.cat(features, dim=1) if features else None,
         )
 
     def _inputs(self, forward_input: ForwardInput, *, block_size: int) -> _Inputs:
@@ -193,7 +202,7 @@ class Decoder:
         return self._residual(layer.down, layer.up.times(x, layer.gate.silu(x)), hidden)
 
     def _residual(self, linear: Linear, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden + the sum over shards of linear(x). Rank 0 brings the residual (and the bias) into the sum."""
+        """hidden + the sum of linear(x) over all shards. Rank 0 adds the residual and the bias."""
         out = linear.plus(x, hidden) if self.shard.rank == 0 else linear(x)
         self._collectives.all_reduce(out)
         return out

@@ -1,11 +1,13 @@
-"""What an `eagle` draft adds to a decoder: vectors that enter its layers in place of token embeddings.
+"""The input projections of an EAGLE draft: vectors that replace token embeddings as the decoder's input.
 
-Owns the three projections and their norms, after EAGLE-3 (Li et al. 2025). A row of a committed token is made from its
-embedding and the target's hidden states at the position before; for a drafted token the head's own output at the
-position before, `previous_hidden`, stands in for those. Knows nothing of layers, caches or sequences.
+Owns three projections with their norms, after EAGLE-3 (Li et al. 2025). At a committed token the input combines the
+token's embedding and the target's hidden states at the position before. At a drafted token the draft's own output at
+the position before (`previous_hidden`) replaces the target's hidden states. Knows nothing of layers or caches.
 
-    committed   fuse(norm f[p-1]) + token(norm e(x[p]))   -> layers -> a[p]   -> head: law of x[p+1]
-    drafted     carry(norm a[p-1]) + token(norm e(x[p]))  -> layers -> a[p]   -> head: law of x[p+1]
+    f[p] target features, e(x) token embedding, a[p] output of the draft's last layer, norm = RMSNorm
+
+    committed   fuse(norm f[p-1]) + token(norm e(x[p]))   -> layers -> a[p]   -> logits of x[p+1]
+    drafted     carry(norm a[p-1]) + token(norm e(x[p]))  -> layers -> a[p]   -> logits of x[p+1]
 """
 
 from __future__ import annotations
@@ -20,47 +22,59 @@ from engine.model.layers import Linear, RmsNorm
 
 @dataclass(frozen=True, slots=True)
 class EagleHead:
-    """The weights; F feature layers, H hidden size."""
+    """Weights of the projections, for F feature layers and hidden size H."""
 
     feature_norm: torch.Tensor
-    """[F, H]: each feature is normed to root mean square 1, then scaled by its row."""
+    """[F, H] scale of each feature layer, applied after its root mean square is normalised to 1."""
     fuse: Linear
-    """F * H -> H."""
+    """F * H -> H, of the target's features."""
     token_norm: RmsNorm
     token: Linear
+    """H -> H, of the token embedding."""
     carry_norm: RmsNorm
     carry: Linear
+    """H -> H, of the previous hidden state."""
     eps: float
+    """Added to the mean square in the norm of the features."""
 
     @property
     def feature_width(self) -> int:
-        """Numbers per position that it reads of the target: F * H."""
+        """Numbers per position of the target's features: F * H."""
         return self.feature_norm.numel()
 
-    def tokens(self, embedded: torch.Tensor) -> torch.Tensor:
-        """What a token brings into its row, whatever is before it.
+    def project_tokens(self, embedded: torch.Tensor) -> torch.Tensor:
+        """The part of the input that depends on the token only.
 
         Args:
-            embedded: [N, H] embeddings of the tokens.
+            embedded: [N, H] token embeddings.
+
+        Returns:
+            [N, H].
         """
         return self.token(self.token_norm(embedded))
 
-    def committed(self, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """Rows of committed tokens.
+    def committed_inputs(self, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """The decoder's input at committed tokens.
 
         Args:
-            tokens: [N, H] from `tokens`.
-            features: [N, F * H] of the target at the position before each.
+            tokens: [N, H] from `project_tokens`.
+            features: [N, F * H] of the target at the position before each token.
+
+        Returns:
+            [N, H].
         """
-        count, hidden = self.feature_norm.shape
-        normed = F.rms_norm(features.view(-1, count, hidden), (hidden,), eps=self.eps) * self.feature_norm
+        num_layers, hidden = self.feature_norm.shape
+        normed = F.rms_norm(features.view(-1, num_layers, hidden), (hidden,), eps=self.eps) * self.feature_norm
         return self.fuse.plus(normed.flatten(1), tokens)
 
-    def drafted(self, tokens: torch.Tensor, previous_hidden: torch.Tensor) -> torch.Tensor:
-        """Rows of drafted tokens.
+    def drafted_inputs(self, tokens: torch.Tensor, previous_hidden: torch.Tensor) -> torch.Tensor:
+        """The decoder's input at drafted tokens.
 
         Args:
-            tokens: [N, H] from `tokens`.
-            carried: [N, H] output of the last layer at the position before each.
+            tokens: [N, H] from `project_tokens`.
+            previous_hidden: [N, H] output of the last layer at the position before each token.
+
+        Returns:
+            [N, H].
         """
         return self.carry.plus(self.carry_norm(previous_hidden), tokens)

@@ -1,8 +1,8 @@
-"""Linear layers: y = x W^T + b, with the neighbouring elementwise step fused in where the platform can.
+"""Building blocks of a decoder layer: linear layers and RMSNorm.
 
-Owns the choice between the packed path (bf16 on a CPU: weights reordered once for oneDNN, about twice the memory
-bandwidth of `F.linear` at few rows) and the plain one, its slow twin, which serves everywhere else. Knows nothing of
-models or shards.
+Owns the choice of implementation. For bf16 on a CPU, `PackedLinear` reorders the weight once for oneDNN, which gives
+about twice the memory bandwidth of `F.linear` at few rows, and `RmsNorm` runs through the faster LayerNorm kernel.
+Everywhere else, and as the reference in tests, both use plain PyTorch operators. Knows nothing of models or shards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NONE, _SILU = "none", "swish"
 
 
 class Linear(Protocol):
-    """y = x W^T + b for rows x: [N, in] -> [N, out], of the weight's dtype."""
+    """y = x W^T + b: [N, in] -> [N, out], in the dtype of the weight. May fuse an elementwise operation."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x W^T + b."""
@@ -38,7 +38,7 @@ class Linear(Protocol):
 
 
 class PlainLinear:
-    """The reference: one operator after the other.
+    """The reference: separate PyTorch operators.
 
     Args:
         weight: [out, in].
@@ -63,10 +63,10 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """bf16 on a CPU: the weight lies in oneDNN's own blocking, the elementwise step runs on the float32 accumulator.
+    """bf16 on a CPU. The weight is in oneDNN's blocked layout, and elementwise operations use the float32 accumulator.
 
     Args:
-        weight: [out, in] bfloat16; may be freed afterwards.
+        weight: [out, in] bfloat16. It is copied and may be freed.
         bias: [out] bfloat16.
     """
 
@@ -94,12 +94,12 @@ class PackedLinear:
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, kind: LinearKind = "auto") -> Linear:
-    """The fastest layer for where the weight lies.
+    """The fastest linear layer for the weight's device and dtype.
 
     Args:
         weight: [out, in].
-        bias: [out], of the same dtype and device.
-        kind: `reference` forces the plain path.
+        bias: [out], with the dtype and device of the weight.
+        kind: `reference` forces `PlainLinear`.
     """
     eligible = kind == "auto" and weight.device.type == "cpu" and weight.dtype is torch.bfloat16
     if eligible and torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -110,14 +110,16 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, kind:
 class RmsNorm:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
+    The fast path uses that LayerNorm of (x, -x) has mean 0 and so is RMSNorm in its first half.
+
     Args:
         weight: [size].
         eps: added to the mean square.
-        fast: allow the route over LayerNorm where it pays.
+        fast: allows the fast path where it is faster: bf16 on a CPU, few rows.
     """
 
     MAX_FAST_ROWS = 32
-    """Above, doubling the rows costs more than the operators it saves."""
+    """With more rows, doubling the width costs more than the fast path saves."""
 
     def __init__(self, weight: torch.Tensor, eps: float, *, fast: bool = False) -> None:
         self.weight = weight
@@ -126,7 +128,7 @@ class RmsNorm:
         self._doubled = torch.cat((weight, weight)) if eligible else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise x: [..., size]."""
+        """Normalise x, [..., size]."""
         size = self.weight.shape[0]
         if self._doubled is None or x.shape[0] > self.MAX_FAST_ROWS:
             return F.rms_norm(x, (size,), self.weight, self._eps)

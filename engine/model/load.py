@@ -1,4 +1,8 @@
-"""Models: a folder of weights becomes a `Decoder` that computes logits."""
+"""Loading models: a folder of weights becomes a `Decoder` or `NativeDecoder`, a draft's folder a `LoadedDraft`.
+
+Owns the choice between the native kernels and PyTorch's operators. Reading files is in `engine.checkpoint`, the names
+of tensors are in `engine.model.shard_weights`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ from engine.model.native import NativeUnavailable, load_library
 from engine.model.native_decoder import NativeDecoder, check_native
 from engine.model.shard_weights import Loader
 
-__all__ = ["Decoder", "Model", "load_decoder", "load_model"]
+__all__ = ["Decoder", "LoadedDraft", "Model", "load_draft", "load_model"]
 
 _log = logging.getLogger(__name__)
 
@@ -41,19 +45,19 @@ def load_model(
     """Load one shard of a model.
 
     Args:
-        folder: with config.json and safetensors, see `engine.checkpoint.store.resolve_model`.
-        dtype: compute type of weights and activations: bfloat16 or float32.
+        folder: holds config.json and safetensors, see `engine.checkpoint.store.resolve_model`.
+        dtype: dtype of weights and activations, bfloat16 or float32.
         device: cpu or cuda.
-        kernel: who computes a forward; `auto` for the fastest that serves.
-        collectives: ties this shard to the others and says which part to load; None is a model on one device.
-        target_folder: where a draft takes an embedding that it shares with its target.
-        feature_layers: layers, ascending, whose outputs a forward also yields.
+        kernel: implementation of the forward; `auto` is the fastest one that supports this model and machine.
+        collectives: connects the shards and gives the rank to load; None loads a whole model on one device.
+        target_folder: source of the embedding of a draft that shares its target's.
+        feature_layers: layers whose outputs a forward also returns, ascending.
 
     Raises:
-        ConfigError: the folder does not hold a model of a supported family, more shards than KV heads are asked for, or
-            `native` is asked for where it does not serve.
+        ConfigError: the model's family is not supported, there are more shards than KV heads, or `kernel` is `native`
+            and does not support this model or machine.
     """
-    return load_decoder(
+    return _load_decoder(
         ModelConfig.load(folder),
         WeightFiles(folder),
         Compute(dtype, torch.device(device), kernel),
@@ -63,7 +67,52 @@ def load_model(
     )
 
 
-def load_decoder(
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    """A loaded draft of either architecture."""
+
+    decoder: Model
+    """Computes the logits. For an `eagle` draft it also returns the output of its last layer."""
+    head: EagleHead | None
+    """Computes the decoder's input of an `eagle` draft; None for a `draft_model`."""
+
+
+def load_draft(
+    folder: Path,
+    target_folder: Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    kernel: KernelKind = "auto",
+) -> LoadedDraft:
+    """Load a draft for a target. The other arguments are those of `load_model`.
+
+    Args:
+        folder: model folder of the draft.
+        target_folder: model folder of the target.
+
+    Raises:
+        ConfigError: the draft does not fit the target (names the field and both values), or a reason of `load_model`.
+    """
+    config = check_draft(folder, target_folder)
+    files = WeightFiles(folder)
+    compute = Compute(dtype, torch.device(device), kernel)
+    head = None
+    if config.architecture == "eagle":
+        with torch.inference_mode():
+            head = Loader(config, files, compute, shard=WHOLE, linear=compute.layers).eagle_head()
+    decoder = _load_decoder(
+        config,
+        files,
+        compute,
+        collectives=Solo(),
+        target_folder=target_folder,
+        feature_layers=() if head is None else (config.num_layers - 1,),
+    )
+    return LoadedDraft(decoder, head)
+
+
+def _load_decoder(
     config: ModelConfig,
     files: WeightFiles,
     compute: Compute,
@@ -72,15 +121,15 @@ def load_decoder(
     target_folder: Path | None,
     feature_layers: tuple[int, ...],
 ) -> Model:
-    """Load what `files` hold beyond what was read of them before, bound to the kernels that serve it.
+    """Load the decoder from `files`, for the fastest kernels. Arguments and errors are those of `load_model`.
 
-    Arguments and errors as in `load_model`.
+    Everything in `files` must be part of the decoder, or have been read before.
     """
     if any(not 0 <= layer < config.num_layers for layer in feature_layers):
         raise ConfigError(f"feature_layers: {feature_layers} is not within [0, {config.num_layers})")
     shard = ShardSpec(collectives.rank, collectives.size)
-    shard.kv_heads(config)  # Too many shards are refused before anything is read.
-    native = compute.kernel in ("auto", "native") and _serves_natively(config, compute, shard)
+    shard.kv_heads(config)  # Refuses too many shards before any file is read.
+    native = compute.kernel in ("auto", "native") and _supports_native(config, compute, shard)
     loader = Loader(config, files, compute, shard=shard, linear="reference" if native else compute.layers)
     with torch.inference_mode():
         weights = loader.decoder(target_folder)
@@ -97,61 +146,22 @@ def load_decoder(
         )
 
 
-def _serves_natively(config: ModelConfig, compute: Compute, shard: ShardSpec) -> bool:
-    """Whether the native library takes this model here.
+def _supports_native(config: ModelConfig, compute: Compute, shard: ShardSpec) -> bool:
+    """Whether the native library supports this model on this machine. Logs the reason if not.
 
-    Why not is logged, or raised as ConfigError where `native` is asked for.
+    Raises:
+        ConfigError: it does not, and `compute.kernel` is `native`.
     """
     try:
         if compute.device.type != "cpu" or compute.dtype is not torch.bfloat16 or shard.size > 1:
             raise NativeUnavailable(
-                f"it serves one bfloat16 shard on cpu, not {compute.dtype} in {shard.size} on {compute.device.type}"
+                f"it needs one bfloat16 shard on cpu, given {shard.size} of {compute.dtype} on {compute.device.type}"
             )
         check_native(config)
         load_library()
     except NativeUnavailable as error:
         if compute.kernel == "native":
-            raise ConfigError(f"kernel: native is asked for, but {error}") from None
-        _log.info("no native kernels: %s", error)
+            raise ConfigError(f"kernel: native given, but {error}") from None
+        _log.info("native kernels are not used: %s", error)
         return False
     return True
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedDraft:
-    """A draft, of either architecture."""
-
-    decoder: Model
-    head: EagleHead | None
-    """Of an `eagle` draft, whose decoder then also yields the output of its last layer."""
-
-
-def load_draft(
-    folder: Path,
-    target_folder: Path,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    device: torch.device | str = "cpu",
-    kernel: KernelKind = "auto",
-) -> LoadedDraft:
-    """Load a draft for a target. Arguments as in `load_model`.
-
-    Raises:
-        ConfigError: it does not belong to the target, with the field and both values; or any reason of `load_model`.
-    """
-    config = check_draft(folder, target_folder)
-    files = WeightFiles(folder)
-    compute = Compute(dtype, torch.device(device), kernel)
-    head = None
-    if config.architecture == "eagle":
-        with torch.inference_mode():
-            head = Loader(config, files, compute, shard=WHOLE, linear=compute.layers).eagle_head()
-    decoder = load_decoder(
-        config,
-        files,
-        compute,
-        collectives=Solo(),
-        target_folder=target_folder,
-        feature_layers=() if head is None else (config.num_layers - 1,),
-    )
-    return LoadedDraft(decoder, head)

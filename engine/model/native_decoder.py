@@ -1,8 +1,8 @@
 """A model's forward through the native library: the fast twin of `engine.model.decoder.Decoder`.
 
-Owns the packing of weights and the way from a plan to the library's structures. Serves whole models (one shard) in bf16
-whose sizes fill the registers; says why where it does not. The KV cache is the same memory as the slow twin's, in an
-order of its own inside (see decoder.cpp): a cache is written and read by one of the two only.
+Owns the packing of weights, and the conversion of a forward input to the library's structures. Supports whole models
+(one shard) in bf16 whose sizes are multiples of the SIMD width. The KV cache has the memory of the slow twin's, but
+another order inside (see decoder.cpp): a cache must be written and read by the same twin.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from engine.model.native import LayerWeights, NativeForward, NativeUnavailable, 
 from engine.model.rope import inverse_frequencies
 
 TILE = 16
-"""Tokens of a cache tile; a block holds whole tiles."""
+"""Tokens per tile of the KV cache. The block size is a multiple of it."""
 WIDE, NARROW = 4, 2
-"""Column blocks of a panel: wide where a matrix has columns enough for all threads, narrow for few columns."""
+"""Column blocks per panel: WIDE for matrices with enough columns for all threads, NARROW for the others."""
 
 
 def check_native(config: ModelConfig) -> None:
-    """Whether the library serves a model of this shape.
+    """Check that the library supports the sizes of a model.
 
     Raises:
-        NativeUnavailable: a size does not fill the registers.
+        NativeUnavailable: a size is not a multiple of the SIMD width.
     """
     for name, value, step in (
         ("hidden_size", config.hidden_size, 32),
@@ -40,24 +40,24 @@ def check_native(config: ModelConfig) -> None:
         ("head_dim", config.head_dim, 64),
     ):
         if value % step:
-            raise NativeUnavailable(f"{name} is {value}, and only multiples of {step} are served")
+            raise NativeUnavailable(f"{name} is {value}, allowed are multiples of {step}")
 
 
 class NativeDecoder:
-    """One whole model. Make one with `engine.model.load.load_model`.
+    """One whole model. `engine.model.load.load_model` makes it.
 
     Args:
         config: of the model.
-        weights: plain bf16 weights on the CPU; packed copies are made, so they may be freed afterwards.
-        feature_layers: layers, ascending, whose outputs a forward also yields.
-        num_threads: the caller's thread included.
+        weights: bf16 weights on the CPU, in `PlainLinear` layers. They are copied and may be freed.
+        feature_layers: layers whose outputs a forward also returns, ascending.
+        num_threads: threads of a forward, the caller's included.
 
     Raises:
-        NativeUnavailable: the machine or the model's shape is not served.
+        NativeUnavailable: the library does not support this machine or the model's sizes.
     """
 
     own_threads = True
-    """A forward brings its own threads, whatever number PyTorch is set to."""
+    """Whether a forward uses threads of its own instead of PyTorch's."""
 
     def __init__(
         self, config: ModelConfig, weights: DecoderWeights, *, feature_layers: tuple[int, ...], num_threads: int
@@ -73,7 +73,7 @@ class NativeDecoder:
         self.logit_width = config.draft_vocab_size or config.vocab_size
         self._library = load_library()
         self.embedding = weights.embedding
-        self._kept: list[Any] = []
+        self._vectors: list[Any] = []
         self._inverse_freq = inverse_frequencies(config)
         self._feature_layers = np.array(feature_layers, np.int32)
         self._addresses: tuple[list[LayerCache], Any, Any] | None = None
@@ -101,7 +101,7 @@ class NativeDecoder:
     def forward(
         self, forward_input: ForwardInput, caches: list[LayerCache], embedded: torch.Tensor | None = None
     ) -> ForwardResult:
-        """As `Decoder.forward`; each row's result is the same whatever rows are beside it."""
+        """As `Decoder.forward`. The result of a row does not depend on the other rows of the forward."""
         keys, values = self._cache_addresses(caches)
         angles = torch.from_numpy(forward_input.positions)[:, None].float() * self._inverse_freq  # [N, head_dim / 2]
         cos, sin = angles.cos(), angles.sin()
@@ -136,7 +136,7 @@ class NativeDecoder:
         if self._addresses is None or self._addresses[0] is not caches:
             if caches[0].keys.shape[1] % TILE:
                 raise ValueError(
-                    f"block_size: {caches[0].keys.shape[1]} given, the native path needs multiples of {TILE}"
+                    f"block_size: {caches[0].keys.shape[1]} given, native kernels need multiples of {TILE}"
                 )
             kind = ctypes.c_void_p * len(caches)
             keys = kind(*(cache.keys.data_ptr() for cache in caches))
@@ -173,8 +173,8 @@ class NativeDecoder:
     def _floats(self, vector: torch.Tensor | None) -> int | None:
         if vector is None:
             return None
-        self._kept.append(vector.float().contiguous())
-        address: int = self._kept[-1].data_ptr()
+        self._vectors.append(vector.float().contiguous())
+        address: int = self._vectors[-1].data_ptr()
         return address
 
 

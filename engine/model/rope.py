@@ -1,7 +1,7 @@
-"""Rotary position embedding, with the frequency scaling of long-context models.
+"""Rotary position embedding (RoPE), with the frequency scaling of long-context models.
 
 Owns the angles and their application to q and k. Source: Su et al. 2021, RoFormer, eq. 34, in the half-split layout of
-Hugging Face checkpoints: dimension i turns together with dimension i + head_dim / 2.
+Hugging Face checkpoints: dimensions i and i + head_dim / 2 form a pair.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from engine.checkpoint.model_config import ModelConfig, RopeScaling
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """cos and signed sin of each row's angles, [N, 1, head_dim], dtype of the model."""
+    """The rotation of each row, in the dtype of the model: x * cos + swap_halves(x) * sin."""
 
     cos: torch.Tensor
+    """[N, 1, head_dim] cosines of the angles."""
     sin: torch.Tensor
-    """Negative in the first half: x * cos + swap_halves(x) * sin is the rotation."""
+    """[N, 1, head_dim] sines of the angles, negated in the first half."""
 
     def apply(self, heads: torch.Tensor) -> torch.Tensor:
-        """Rotate heads [N, H, head_dim]."""
+        """Rotate heads, [N, H, head_dim]."""
         return torch.addcmul(heads * self.cos, heads.roll(heads.shape[-1] // 2, -1), self.sin)
 
 
@@ -32,8 +33,8 @@ class Rope:
 
     Args:
         config: gives base, head size and scaling.
-        dtype: of the rotation; the angles are float32.
-        device: of the rotation.
+        dtype: dtype of the rotation. Angles are float32.
+        device: device of the rotation.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -41,7 +42,7 @@ class Rope:
         self._dtype = dtype
 
     def at(self, positions: torch.Tensor) -> Rotation:
-        """The rotation of rows at positions [N], int64."""
+        """The rotation of rows at these positions, [N] int64."""
         angles = positions[:, None].float() * self._inverse_freq  # [N, head_dim / 2]
         cos, sin = angles.cos(), angles.sin()
         return Rotation(
@@ -51,7 +52,7 @@ class Rope:
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
-    """[head_dim / 2] float32: radians per position."""
+    """[head_dim / 2] float32, radians per position of each pair."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     plain = 1.0 / config.rope_theta**exponents
     scaling = config.rope_scaling
@@ -63,8 +64,8 @@ def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
 
 
 def _llama3(plain: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Llama 3.1's rule: waves longer than the trained context are slowed by `factor`, short ones kept."""
-    turns = scaling.original_max_len * plain / (2 * math.pi)  # full turns within the original context
+    """Llama 3.1 scaling: stretch long wavelengths by `factor`, keep short ones, with a linear ramp between."""
+    turns = scaling.original_max_len * plain / (2 * math.pi)  # turns within the original context
     ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = ramp.clamp(0.0, 1.0)
-    return kept * plain + (1 - kept) * plain / scaling.factor
+    kept_share = ramp.clamp(0.0, 1.0)
+    return kept_share * plain + (1 - kept_share) * plain / scaling.factor

@@ -1,7 +1,7 @@
-"""From a model folder to one shard's weights.
+"""Building one shard's weights from a model folder.
 
-Owns the tensor names of Hugging Face checkpoints and which part of each a shard takes: whole KV groups of q, k, v and
-o, a share of the MLP's inner units, a share of the head's rows, everything of the embedding and the norms.
+Owns the tensor names of Hugging Face checkpoints, and the part of each tensor that a shard takes: whole KV groups of q,
+k, v and o, a part of the MLP's intermediate units, a part of the head's rows, all of the embedding and the norms.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 class Loader:
-    """Reads one shard of a model, with linear layers of one kind.
+    """Reads one shard of a model.
 
     Args:
         config: of the model.
-        files: its tensors.
-        compute: where they go, and of which type.
-        shard: the part to read.
+        files: the tensors of the model folder.
+        compute: device and dtype of the weights.
+        shard: the shard to read.
         linear: kind of the linear layers and norms to build.
     """
 
@@ -46,13 +46,13 @@ class Loader:
         self._linear = linear
 
     def decoder(self, target_folder: Path | None) -> DecoderWeights:
-        """All of a decoder, and with it the last of what the files hold.
+        """Read the decoder. All tensors of the folder must have been read then.
 
         Args:
-            target_folder: where a draft's shared embedding lies.
+            target_folder: source of the embedding of a draft that shares its target's.
 
         Raises:
-            ConfigError: a tensor is missing, superfluous or misshaped.
+            ConfigError: a tensor is missing, unknown, or has another shape than the config implies.
         """
         config = self._config
         embedding = self._embedding(target_folder)
@@ -65,18 +65,18 @@ class Loader:
         return DecoderWeights(embedding, layers, final_norm, head, draft_vocab)
 
     def eagle_head(self) -> EagleHead:
-        """What an eagle draft has beside its decoder; to be read before that.
+        """Read the input projections of an EAGLE draft. Must be called before `decoder`.
 
         Raises:
-            ConfigError: a tensor is missing or misshaped.
+            ConfigError: a tensor is missing, or has another shape than the config implies.
         """
         config = self._config
-        hidden, count = config.hidden_size, len(config.feature_layers)
-        fuse, _ = self._part("eagle.fuse", (hidden, count * hidden), bias=False)
+        hidden, num_layers = config.hidden_size, len(config.feature_layers)
+        fuse, _ = self._part("eagle.fuse", (hidden, num_layers * hidden), bias=False)
         token, _ = self._part("eagle.token", (hidden, hidden), bias=False)
         carry, _ = self._part("eagle.carry", (hidden, hidden), bias=False)
         return EagleHead(
-            feature_norm=self._to(self._files.read_float("eagle.feature_norm.weight", (count, hidden))),
+            feature_norm=self._to(self._files.read_float("eagle.feature_norm.weight", (num_layers, hidden))),
             fuse=self._make(fuse, None),
             token_norm=self._norm("eagle.token_norm.weight", hidden),
             token=self._make(token, None),
@@ -136,7 +136,7 @@ class Loader:
         )
 
     def _head(self, embedding: torch.Tensor) -> Linear:
-        """This shard's rows of the head: of its own matrix, or of the embedding where they are tied."""
+        """This shard's rows of the head: rows of the embedding where head and embedding are tied."""
         config = self._config
         width = config.draft_vocab_size or config.vocab_size
         rows = self._shard.part(width)
@@ -170,7 +170,7 @@ class Loader:
         cols: slice | None = None,
         bias: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A linear layer's weight and bias. Shards of a layer cut by columns are summed: rank 0 alone adds its bias."""
+        """Weight and bias of a linear layer. A layer cut by columns is summed over ranks: only rank 0 adds the bias."""
         weight = self._to(self._files.read_float(name + ".weight", shape, rows=rows, cols=cols))
         if not bias:
             return weight, None
@@ -185,5 +185,5 @@ class Loader:
         return make_linear(weight, bias, kind=self._linear)
 
     def _to(self, tensor: torch.Tensor) -> torch.Tensor:
-        """On the device, in the dtype, contiguous, and no longer tied to the file."""
+        """A contiguous copy on the device, in the compute dtype."""
         return tensor.to(device=self._compute.device, dtype=self._compute.dtype, copy=True).contiguous()

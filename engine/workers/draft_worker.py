@@ -21,7 +21,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.step import ForwardInput
 from engine.draft.architectures import Architecture, EagleArchitecture, PlainArchitecture
 from engine.draft.messages import DraftInfo
-from engine.draft.proposer import DraftModel
+from engine.draft.proposer import Proposer
 from engine.draft_buffer.target_endpoint import BufferHandle, DraftEndpoint, gpu_uuid, open_draft_buffer
 from engine.errors import ConfigError, EngineError, EngineUnavailable
 from engine.metrics.counters import MetricCounters, MetricSnapshot
@@ -51,7 +51,7 @@ class DraftWorker:
         self._node_id = node_id
         self._device = pick_device(config.device)
         self._stop = threading.Event()
-        self._model: DraftModel | None = None
+        self._proposer: Proposer | None = None
         self._own_threads = False
         self._endpoint: DraftEndpoint | None = None
         self._pool: BlockPool | None = None
@@ -87,7 +87,9 @@ class DraftWorker:
         self._memory_bytes += num_blocks * pool.block_size * kv_bytes_per_token(config, dtype=dtype)
         vocab = draft.decoder.draft_vocab
         grammars = Grammars(lambda: load_tokenizer_info(self._target_folder, target_vocab))
-        self._model = DraftModel(architecture, pool, vocab=vocab, max_model_len=config.max_model_len, grammars=grammars)
+        self._proposer = Proposer(
+            architecture, pool, vocab=vocab, max_model_len=config.max_model_len, grammars=grammars
+        )
         return DraftInfo(
             width,
             tuple(vocab.tolist()) if vocab is not None else None,
@@ -104,16 +106,18 @@ class DraftWorker:
 
     def run(self) -> None:
         """Answer orders until `stop`, or until the target is gone."""
-        if self._model is None or self._endpoint is None:
+        if self._proposer is None or self._endpoint is None:
             raise EngineError("run before load and connect")
         set_threads(self._config, own_threads=self._own_threads)
         try:
             while not self._stop.is_set():
-                order = self._endpoint.wait(0.5)
-                if order is not None:
+                request = self._endpoint.wait(0.5)
+                if request is not None:
                     begin = time.perf_counter()
-                    rows = self._model.answer(order.rows, order.released, self._endpoint.probs, self._endpoint.features)
-                    self._endpoint.answer(rows, draft_s=time.perf_counter() - begin)
+                    rows = self._proposer.propose(
+                        request.rows, request.released, self._endpoint.probs, self._endpoint.features
+                    )
+                    self._endpoint.respond(rows, draft_s=time.perf_counter() - begin)
         except EngineUnavailable as error:
             _log.info("the draft ends: %s", error)
         finally:

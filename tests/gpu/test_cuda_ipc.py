@@ -54,7 +54,7 @@ def drafts(handle: BufferHandle) -> None:
             for _ in range(10):
                 busy = (busy @ busy).clamp(-1, 1)
             end.probs.copy_(expected_probs(order.seq))
-            end.answer([DraftResponseRow(tuple(range(row.k)), (), True) for row in order.rows], draft_s=0.0)
+            end.respond([DraftResponseRow(tuple(range(row.k)), (), True) for row in order.rows], draft_s=0.0)
     except EngineUnavailable:
         end.close()
 

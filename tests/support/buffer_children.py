@@ -1,6 +1,6 @@
-"""What runs in the other process of the buffer tests: drafts and shards of a few lines, and how they are started.
+"""Code of the child processes in the tests of the draft buffer and the forward ring, and how they are started.
 
-Children come from a fork server that has imported torch once, so each is a process of its own in milliseconds.
+Child processes are forked from a fork server that has imported torch, so each one starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CHILDREN.set_forkserver_preload(["torch", "engine.draft_buffer.target_endpoint",
 
 @contextlib.contextmanager
 def child(target: Any, *args: Any) -> Iterator[Any]:
-    """A process that is gone when the block is left, whatever happens in it."""
+    """A child process that is killed at the end of the block."""
     process = CHILDREN.Process(target=target, args=args, daemon=True)
     process.start()
     try:
@@ -46,69 +46,69 @@ def child(target: Any, *args: Any) -> Iterator[Any]:
         process.close()
 
 
-def echo(order: DraftRequest) -> list[DraftResponseRow]:
-    """Draft the row's key, counting up."""
+def echo(request: DraftRequest) -> list[DraftResponseRow]:
+    """Draft tokens that count up from the row's key."""
     return [
         DraftResponseRow(tuple((row.key + i) % 1000 for i in range(row.k)), (0.5,) * row.k, has_probs=True)
-        for row in order.rows
+        for row in request.rows
     ]
 
 
 def drafts(handle: BufferHandle, compute: Callable[[DraftEndpoint, DraftRequest], None] | None = None) -> None:
-    """A healthy draft: answers until its target is gone, each time after `compute`."""
-    end = open_draft_buffer(handle, node_id=NODE, gpu_uuid=None)
+    """A healthy draft: calls `compute` and responds, until its target is gone."""
+    endpoint = open_draft_buffer(handle, node_id=NODE, gpu_uuid=None)
     with contextlib.suppress(EngineUnavailable):
         while True:
-            order = end.wait(1.0)
-            if order is not None:
+            request = endpoint.wait(1.0)
+            if request is not None:
                 if compute is not None:
-                    compute(end, order)
-                end.answer(echo(order), draft_s=0.0)
-    end.close()
+                    compute(endpoint, request)
+                endpoint.respond(echo(request), draft_s=0.0)
+    endpoint.close()
 
 
-def answers_then_hangs(handle: BufferHandle, num_steps: int) -> None:
-    """A draft that stops computing after some steps, but stays alive."""
-    end = open_draft_buffer(handle, node_id=NODE, gpu_uuid=None)
+def responds_then_hangs(handle: BufferHandle, num_steps: int) -> None:
+    """A draft that responds `num_steps` times, then hangs."""
+    endpoint = open_draft_buffer(handle, node_id=NODE, gpu_uuid=None)
     for _ in range(num_steps):
-        order = end.wait(10.0)
-        end.answer(echo(order), draft_s=0.0)
+        request = endpoint.wait(10.0)
+        endpoint.respond(echo(request), draft_s=0.0)
     time.sleep(60)
 
 
 def random_bits(seed: int) -> torch.Tensor:
-    """[max_rows, max_k, draft_vocab] int32: any bit pattern at all, NaN and denormals included."""
+    """[max_rows, max_k, draft_vocab] int32: random bit patterns, NaN and denormals included."""
     generator = torch.Generator().manual_seed(seed)
     shape = (SPEC.max_rows, SPEC.max_k, SPEC.draft_vocab)
     return torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64).to(torch.int32)
 
 
 def writes_random_probs(handle: BufferHandle) -> None:
-    """Fills the probabilities with the bits that the order's sequence number seeds."""
-    drafts(handle, lambda end, order: end.probs.view(torch.int32).copy_(random_bits(order.seq)))
+    """A draft that fills the probabilities with random bits, seeded by the request's sequence number."""
+    drafts(handle, lambda endpoint, request: endpoint.probs.view(torch.int32).copy_(random_bits(request.seq)))
 
 
-def answers_for_another_epoch(handle: BufferHandle) -> None:
-    """Claims an older epoch in an otherwise proper answer."""
-    end = open_draft_buffer(handle, node_id=NODE, gpu_uuid=None)
-    order = end.wait(10.0)
-    end._block.epoch = handle.epoch - 1
-    end.answer(echo(order), draft_s=0.0)
+def responds_for_another_epoch(handle: BufferHandle) -> None:
+    """A draft that writes an older epoch into an otherwise correct response."""
+    endpoint = open_draft_buffer(handle, node_id=NODE, gpu_uuid=None)
+    request = endpoint.wait(10.0)
+    endpoint._block.epoch = handle.epoch - 1
+    endpoint.respond(echo(request), draft_s=0.0)
     time.sleep(60)
 
 
 def serves_as_target(pipe: Connection) -> None:
-    """A target that asks for ever; tells its handle first, then that it runs."""
-    end = create_draft_buffer(SPEC, device="cpu", node_id=NODE, epoch=1)
-    pipe.send(end.handle())
-    end.wait_open(20.0)
+    """A target that sends requests forever. Sends its handle through the pipe first, then "running"."""
+    endpoint = create_draft_buffer(SPEC, device="cpu", node_id=NODE, epoch=1)
+    pipe.send(endpoint.handle())
+    endpoint.wait_open(20.0)
     pipe.send("running")
     while True:
-        end.ask((), deadline_s=10.0)
+        endpoint.ask((), deadline_s=10.0)
 
 
-def a_plan(step_id: int, spec: ForwardRingSpec) -> ForwardInput:
-    """A random plan within the capacities; the step number is the seed."""
+def random_forward_input(step_id: int, spec: ForwardRingSpec) -> ForwardInput:
+    """A random forward input within the capacities, seeded by the step id."""
     rng = np.random.default_rng(step_id)
     num_rows, num_logits = rng.integers(0, spec.max_rows + 1, 2)
     num_spans = rng.integers(0, spec.max_spans + 1)
@@ -128,42 +128,42 @@ def a_plan(step_id: int, spec: ForwardRingSpec) -> ForwardInput:
     )
 
 
-def plans_equal(one: ForwardInput, other: ForwardInput) -> bool:
+def forward_inputs_equal(one: ForwardInput, other: ForwardInput) -> bool:
     names = ForwardInput.__slots__
     return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names) and (
         one.block_tables.shape == other.block_tables.shape
     )
 
 
-def checks_plans(handle: ForwardHandle, pipe: Connection, pause_s: float) -> None:
-    """A shard that compares every plan with what it should be, and tells how many it saw."""
+def checks_forward_inputs(handle: ForwardHandle, pipe: Connection, pause_s: float) -> None:
+    """A shard that compares every forward input with the expected one, and sends how many it received."""
     receiver = ForwardReceiver.open(handle, node_id=NODE)
     num_seen = 0
     while not receiver.closed:
         message = receiver.receive(1.0)
         if message is not None:
             step_id, forward_input = message
-            if not plans_equal(forward_input, a_plan(step_id, handle.spec)):
+            if not forward_inputs_equal(forward_input, random_forward_input(step_id, handle.spec)):
                 pipe.send(f"step {step_id} differs")
             num_seen += 1
             time.sleep(pause_s)
     pipe.send(num_seen)
 
 
-def takes_no_plan(handle: ForwardHandle) -> None:
-    """A shard that opens its end and hangs."""
+def receives_nothing(handle: ForwardHandle) -> None:
+    """A shard that opens the ring and hangs."""
     receiver = ForwardReceiver.open(handle, node_id=NODE)
     time.sleep(60)
     receiver.close()
 
 
-def sends_two_plans(spec: ForwardRingSpec, pipe: Connection) -> None:
-    """Shard 0 that sends two steps and then hangs."""
+def sends_two_steps(spec: ForwardRingSpec, pipe: Connection) -> None:
+    """Rank 0: sends two steps, then hangs."""
     sender = ForwardSender(spec, num_receivers=1, node_id=NODE)
     pipe.send(sender.handle(1))
     sender.wait_open(20.0)
     for step_id in (7, 8):
-        sender.send(step_id, a_plan(step_id, spec), deadline_s=1.0)
+        sender.send(step_id, random_forward_input(step_id, spec), deadline_s=1.0)
     time.sleep(60)
 
 
@@ -172,13 +172,13 @@ def num_fds(pid: int) -> int:
 
 
 def resident_bytes(pid: int) -> int:
-    """Without the shared mapping, which fills up as it is first touched."""
+    """Resident memory without shared mappings, which grow when their pages are first used."""
     pages = Path(f"/proc/{pid}/statm").read_text().split()
     return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")
 
 
 def traces_left() -> list[str]:
-    """Everything of ours that has a name on this machine: listening sockets, files in /dev/shm."""
+    """Names of listening sockets and of files in /dev/shm that belong to Paceline."""
     sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines() if "@paceline-" in line]
     listening = [fields[-1] for fields in sockets if fields[3] == "00010000"]
     return listening + [name for name in os.listdir("/dev/shm") if "paceline" in name]

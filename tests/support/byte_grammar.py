@@ -15,10 +15,12 @@ END = len(BYTE_VOCAB) - 1
 
 
 def byte_grammars(**options: Any) -> Grammars:
+    """Grammars over the byte vocabulary."""
     return Grammars(lambda: xgrammar.TokenizerInfo(BYTE_VOCAB, vocab_size=END + 1, stop_token_ids=[END]), **options)
 
 
 def allowed(matcher: Matcher, *, forbid_stop: bool = False) -> list[int]:
+    """Token ids that the grammar allows next."""
     mask = torch.zeros(1, matcher.num_words, dtype=torch.int32)
     matcher.fill(mask, 0, forbid_stop=forbid_stop)
     bits = (mask[0].unsqueeze(-1) >> torch.arange(32)) & 1

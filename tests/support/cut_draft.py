@@ -1,4 +1,4 @@
-"""A draft without training: a few layers of the target. Weak, but real, and made in a second."""
+"""An untrained draft: a few layers of the target. Its acceptance is low, but it takes no training."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from safetensors.torch import load_file, save_file
 
 
 def cut_draft(target: Path, where: Path, layers: tuple[int, ...] = (0, 1, 29)) -> Path:
-    """Write the draft's folder; embedding, head and norm are the target's."""
-    place = {layer: index for index, layer in enumerate(layers)}
-    kept = {}
+    """Write the draft's folder. Embedding, head and final norm are the target's."""
+    new_index = {layer: index for index, layer in enumerate(layers)}
+    tensors = {}
     for name, tensor in load_file(target / "model.safetensors").items():
         if not name.startswith("model.layers."):
-            kept[name] = tensor
+            tensors[name] = tensor
             continue
         _, _, layer, rest = name.split(".", 3)
-        if int(layer) in place:
-            kept[f"model.layers.{place[int(layer)]}.{rest}"] = tensor
+        if int(layer) in new_index:
+            tensors[f"model.layers.{new_index[int(layer)]}.{rest}"] = tensor
     where.mkdir(parents=True, exist_ok=True)
-    save_file(kept, where / "model.safetensors")
+    save_file(tensors, where / "model.safetensors")
     config = json.loads((target / "config.json").read_text())
     (where / "config.json").write_text(json.dumps(config | {"num_hidden_layers": len(layers)}))
     return where

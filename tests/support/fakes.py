@@ -27,7 +27,7 @@ from engine.core.step import ForwardInput
 from engine.core.verifier import Verifier
 from engine.draft.architectures import PlainArchitecture
 from engine.draft.messages import DraftRequestRow, DraftResponse
-from engine.draft.proposer import DraftModel
+from engine.draft.proposer import Proposer
 from engine.draft.remote import RemoteDrafter
 from engine.messages import Delta, Submit
 from engine.sampling.grammar import Grammars
@@ -91,21 +91,21 @@ class ToyModel:
 
 
 class LoopbackEndpoint:
-    """The target's end of a draft buffer whose draft answers in this process."""
+    """The target's endpoint of a draft buffer whose draft runs in this process."""
 
     def __init__(
-        self, model: DraftModel, *, max_rows: int, max_k: int, draft_vocab: int, features: torch.Tensor | None = None
+        self, proposer: Proposer, *, max_rows: int, max_k: int, draft_vocab: int, features: torch.Tensor | None = None
     ) -> None:
-        self._model = model
+        self._proposer = proposer
         self.probs = torch.zeros(max_rows, max_k, draft_vocab)
         self.features = features
-        self.num_orders = 0
+        self.num_requests = 0
 
     def ask(self, rows: Sequence[DraftRequestRow], released: Sequence[int] = (), *, deadline_s: float) -> DraftResponse:
-        self.num_orders += 1
+        self.num_requests += 1
         self.probs.fill_(float("nan"))
-        answered = self._model.answer(rows, released, self.probs, self.features)
-        return DraftResponse(epoch=1, seq=self.num_orders, rows=answered, draft_s=0.0)
+        response_rows = self._proposer.propose(rows, released, self.probs, self.features)
+        return DraftResponse(epoch=1, seq=self.num_requests, rows=response_rows, draft_s=0.0)
 
     def close(self) -> None:
         return None
@@ -157,10 +157,10 @@ def toy_drafter(
     """A RemoteDrafter whose model is a toy in this process."""
     pool = BlockPool(num_blocks, draft.block_size, prefix_cache=True)
     grammars = toy_grammars(spelling) if spelling is not None else None
-    model = DraftModel(PlainArchitecture(draft.forward), pool, vocab=vocab, max_model_len=10_000, grammars=grammars)
+    proposer = Proposer(PlainArchitecture(draft.forward), pool, vocab=vocab, max_model_len=10_000, grammars=grammars)
     drafter = RemoteDrafter(max_request_tokens=max_request_tokens, max_released=64, deadline_s=1.0, on_down=print)
     drafter.set_vocab(vocab)
-    drafter.attach(LoopbackEndpoint(model, max_rows=64, max_k=16, draft_vocab=draft.columns))
+    drafter.attach(LoopbackEndpoint(proposer, max_rows=64, max_k=16, draft_vocab=draft.columns))
     return drafter
 
 

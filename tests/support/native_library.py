@@ -1,4 +1,4 @@
-"""Whether this machine has the native forward, for tests that need it."""
+"""Skips tests on machines without the native library."""
 
 from __future__ import annotations
 

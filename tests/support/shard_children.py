@@ -1,4 +1,4 @@
-"""What the processes of the tensor-parallel tests run: one rank each, over gloo on loopback."""
+"""Code of the child processes in the tensor-parallel tests: one rank each, over gloo on loopback."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ CPU = torch.device("cpu")
 
 
 def run_ranks(target: Callable[..., None], size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
-    """Run target(rank, size, port, connection, *args) in `size` processes; what each sent, None for one that died."""
+    """Run target(rank, size, port, connection, *args) in `size` processes.
+
+    Returns:
+        What each rank sent: None for one that died, "hung" for one that sent nothing in time.
+    """
     context = multiprocessing.get_context("spawn")
     store = open_store(size=size, master=True)
     pipes = [context.Pipe() for _ in range(size)]
@@ -54,7 +58,7 @@ def logits_of_models(
     connection: Connection,
     models: Sequence[tuple[Path, Sequence[ForwardInput], int]],
 ) -> None:
-    """Per model (folder, plans, block_size): send the logits of each plan, or None where the runner gave none."""
+    """Send the logits (or None) of each forward input. A model is given as (folder, forward inputs, block size)."""
     torch.set_num_threads(1)
     group = Group.connect(
         rank=rank, size=size, store=open_store(port=port, size=size, master=False), device=CPU, timeout_s=50
@@ -71,7 +75,7 @@ def logits_of_models(
 
 
 def collective_values(rank: int, size: int, port: int, connection: Connection) -> None:
-    """Sum and gather in both dtypes; send the results as float lists."""
+    """Sum and gather in two groups of different dtype, and send the results as lists."""
     store = open_store(port=port, size=size, master=False)
     first = Group.connect(rank=rank, size=size, store=store, device=CPU, timeout_s=30, name="first")
     second = Group.connect(rank=rank, size=size, store=store, device=CPU, timeout_s=30, name="second")
@@ -89,7 +93,7 @@ def collective_values(rank: int, size: int, port: int, connection: Connection) -
 
 
 def lose_a_peer(rank: int, size: int, port: int, connection: Connection, how: str, timeout_s: float) -> None:
-    """The last rank dies or sleeps before the second sum; the others send what they saw and how long it took."""
+    """The last rank dies or hangs before the second sum. The others send the error they got, and after how long."""
     group = Group.connect(
         rank=rank, size=size, store=open_store(port=port, size=size, master=False), device=CPU, timeout_s=timeout_s
     )

@@ -1,4 +1,4 @@
-"""An eagle draft of a small random target, written by the exporter of `distill`: real weights, no training."""
+"""An EAGLE draft of a small random target, written by the exporter of `distill`. It is not trained."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DRAFT_VOCAB = torch.arange(3, 96, 2)
 
 
 def make_eagle(target: FrozenTarget, *, num_layers: int = 1, seed: int = 0) -> EagleDraft:
-    """Begins as the target's last layer, then shaken so that every weight matters."""
+    """A draft initialised from the target's last layer, with noise so that every weight matters."""
     draft = EagleDraft(target.config, target.feature_layers, DRAFT_VOCAB, target.embed, num_layers=num_layers)
     torch.manual_seed(seed)
     draft.initialise(target, residual_size=1.0)

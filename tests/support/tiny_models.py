@@ -1,6 +1,6 @@
-"""Small random models in Hugging Face folders, one per family, and plans to run them with.
+"""Small random models in Hugging Face folders, one per family, and forward inputs to run them with.
 
-The weights are large enough that every part of a layer moves the logits: a missing bias, norm or rotation fails a
+The weights are large enough that every part of a layer changes the logits: a missing bias, norm or rotation fails a
 comparison.
 """
 
@@ -53,18 +53,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 16},
 }
-"""What sets each model apart; a name's part before `-` is the model type."""
+"""Config keys of each model. The part of a name before `-` is the model type."""
 
 
 def write_model(folder: Path, name: str, *, seed: int = 0, max_shard_size: str = "1GB", **changes: Any) -> Path:
     """Write a random model.
 
     Args:
-        folder: is created.
+        folder: created here.
         name: key of FAMILIES.
-        seed: of the weights.
-        max_shard_size: small values give several files and an index.
-        changes: config keys to set otherwise.
+        seed: seed of the weights.
+        max_shard_size: a small value gives several files and an index.
+        changes: config keys with other values.
     """
     config = transformers.AutoConfig.for_model(name.partition("-")[0], **(_SHAPE | FAMILIES[name] | changes))
     torch.manual_seed(seed)
@@ -78,15 +78,15 @@ def write_model(folder: Path, name: str, *, seed: int = 0, max_shard_size: str =
 
 
 def reference_logits(folder: Path, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Per prompt [len, vocab] float32: what `transformers` computes."""
+    """Logits of `transformers`, [len, vocab] float32 for each prompt."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
         return [model(torch.tensor([list(prompt)])).logits[0] for prompt in prompts]
 
 
 @dataclass(frozen=True, slots=True)
-class TextDelta:
-    """Rows [start, stop) of a sequence whose KV lies in the given blocks."""
+class TokenRange:
+    """Positions [start, stop) of a sequence whose KV cache is in the given blocks."""
 
     tokens: Sequence[int]
     start: int
@@ -94,24 +94,24 @@ class TextDelta:
     blocks: Sequence[int]
 
 
-def plan_of(pieces: Sequence[TextDelta], *, block_size: int) -> ForwardInput:
-    """One forward over pieces, with the logits of all rows."""
-    width = max(len(piece.blocks) for piece in pieces)
-    tables = np.zeros((len(pieces), width), dtype=np.int32)
-    for row, piece in zip(tables, pieces, strict=True):
-        row[: len(piece.blocks)] = piece.blocks
-    positions = [np.arange(piece.start, piece.stop) for piece in pieces]
+def forward_input_of(ranges: Sequence[TokenRange], *, block_size: int) -> ForwardInput:
+    """One forward over these ranges, with logits of all rows."""
+    width = max(len(part.blocks) for part in ranges)
+    tables = np.zeros((len(ranges), width), dtype=np.int32)
+    for row, part in zip(tables, ranges, strict=True):
+        row[: len(part.blocks)] = part.blocks
+    positions = [np.arange(part.start, part.stop) for part in ranges]
     slots = [
-        np.asarray(piece.blocks)[where // block_size] * block_size + where % block_size
-        for piece, where in zip(pieces, positions, strict=True)
+        np.asarray(part.blocks)[where // block_size] * block_size + where % block_size
+        for part, where in zip(ranges, positions, strict=True)
     ]
-    rows = np.concatenate([piece.tokens[piece.start : piece.stop] for piece in pieces])
+    rows = np.concatenate([part.tokens[part.start : part.stop] for part in ranges])
     return ForwardInput(
         token_ids=rows.astype(np.int32),
         positions=np.concatenate(positions).astype(np.int32),
         slots=np.concatenate(slots).astype(np.int32),
-        q_lens=np.array([piece.stop - piece.start for piece in pieces], dtype=np.int32),
-        kv_lens=np.array([piece.stop for piece in pieces], dtype=np.int32),
+        q_lens=np.array([part.stop - part.start for part in ranges], dtype=np.int32),
+        kv_lens=np.array([part.stop for part in ranges], dtype=np.int32),
         block_tables=tables,
         logit_rows=np.arange(len(rows), dtype=np.int32),
     )
@@ -132,8 +132,8 @@ def run_cuts(runner: ModelRunner, prompts: list[list[int]], cuts: list[list[int]
     starts = [0] * len(prompts)
     for step in range(max(len(cut) for cut in cuts)):
         members = [index for index, cut in enumerate(cuts) if step < len(cut)]
-        pieces = [TextDelta(prompts[i], starts[i], starts[i] + cuts[i][step], blocks[i]) for i in members]
-        logits = runner.forward(plan_of(pieces, block_size=runner.block_size))
+        ranges = [TokenRange(prompts[i], starts[i], starts[i] + cuts[i][step], blocks[i]) for i in members]
+        logits = runner.forward(forward_input_of(ranges, block_size=runner.block_size))
         assert logits is not None
         for index, part in zip(members, logits.split([cuts[i][step] for i in members]), strict=True):
             found[index].append(part)

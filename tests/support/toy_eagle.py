@@ -1,8 +1,8 @@
-"""An eagle draft of a toy target: a head that is right if and only if it is fed the right features.
+"""A toy EAGLE draft of a toy target: its drafts are right if and only if it reads the right features.
 
-The target's feature at a position is what it would take to know the text so far: a hash of all its tokens, then the
-last few themselves. The head knows nothing else but the token it is given, so a feature of another position, another
-request or a rejected draft shows in what it drafts, and a cell in the wrong place of its cache fails an assertion.
+The target's feature at a position identifies the text up to there: a hash of all tokens, then the last few tokens. The
+head sees only this feature and one token. So a feature of another position, another request or a rejected draft changes
+what it drafts, and a wrong KV slot fails an assertion.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fakes import LoopbackEndpoint, ToyModel
 from engine.core.block_pool import BlockPool
 from engine.core.step import ForwardInput
 from engine.draft.architectures import Outputs
-from engine.draft.proposer import DraftModel
+from engine.draft.proposer import Proposer
 from engine.draft.remote import RemoteDrafter
 
 _PRIME = 1_000_003  # float32 holds what is below exactly
@@ -28,7 +28,7 @@ def hashed(before: int, token: int) -> int:
 
 
 class FeaturedToy(ToyModel):
-    """A toy target that leaves its features with a drafter."""
+    """A toy target that writes its features to a drafter."""
 
     drafter: RemoteDrafter | None = None
 
@@ -57,11 +57,12 @@ class FeaturedToy(ToyModel):
 
 
 class ToyEagle:
-    """An architecture that reads features; its law is that of a toy model.
+    """An architecture that reads features and has the distribution of a toy model.
 
     Args:
-        law: whose logits it has.
-        num_blocks, block_size: of its cache, which holds position, token and hash.
+        distribution: the toy model that computes the logits.
+        num_blocks: blocks of the cache. A KV slot holds position, token and hash.
+        block_size: KV slots per block.
     """
 
     reads_features = True
@@ -69,15 +70,15 @@ class ToyEagle:
     def __init__(self, distribution: ToyModel, *, num_blocks: int, block_size: int) -> None:
         self._distribution = distribution
         self._block_size = block_size
-        self._cells = np.full((num_blocks * block_size, 3), -1, dtype=np.int64)
+        self._kv_slots = np.full((num_blocks * block_size, 3), -1, dtype=np.int64)
         self.num_forwards = 0
 
-    def read(self, forward_input: ForwardInput, features: torch.Tensor | None) -> Outputs:
+    def compute_committed(self, forward_input: ForwardInput, features: torch.Tensor | None) -> Outputs:
         assert features is not None
-        assert not features.isnan().any(), "features that nobody has written"
+        assert not features.isnan().any(), "features that were never written"
         return self._compute(forward_input, features)
 
-    def extend(self, forward_input: ForwardInput, previous_hidden: torch.Tensor | None) -> Outputs:
+    def compute_drafted(self, forward_input: ForwardInput, previous_hidden: torch.Tensor | None) -> Outputs:
         assert previous_hidden is not None
         return self._compute(forward_input, previous_hidden)
 
@@ -88,7 +89,9 @@ class ToyEagle:
             for row, token in zip(known.tolist(), forward_input.token_ids.tolist(), strict=True)
         ]
         hashes = [row[0] for row in after]
-        self._cells[forward_input.slots] = np.stack([forward_input.positions, forward_input.token_ids, hashes], axis=1)
+        self._kv_slots[forward_input.slots] = np.stack(
+            [forward_input.positions, forward_input.token_ids, hashes], axis=1
+        )
         for span, kv_len in enumerate(forward_input.kv_lens):
             self._check(forward_input.block_tables[span], int(kv_len))
         logits = np.stack(
@@ -100,12 +103,12 @@ class ToyEagle:
 
     def _check(self, table: np.ndarray[Any, Any], kv_len: int) -> None:
         where = np.arange(kv_len)
-        cells = self._cells[table[where // self._block_size] * self._block_size + where % self._block_size]
-        steps = np.diff(cells[:, 0])
-        assert cells[0, 0] >= 1, "token 0 has no cell"
-        assert (steps >= 1).all(), "cells must ascend"
-        for before, (_, token, total) in zip(cells[:-1][steps == 1], cells[1:][steps == 1], strict=True):
-            assert total == hashed(int(before[2]), int(token)), "a cell of another text"
+        kv_slots = self._kv_slots[table[where // self._block_size] * self._block_size + where % self._block_size]
+        steps = np.diff(kv_slots[:, 0])
+        assert kv_slots[0, 0] >= 1, "token 0 has no KV slot"
+        assert (steps >= 1).all(), "positions of KV slots must ascend"
+        for before, (_, token, total) in zip(kv_slots[:-1][steps == 1], kv_slots[1:][steps == 1], strict=True):
+            assert total == hashed(int(before[2]), int(token)), "a KV slot of another text"
 
 
 def toy_eagle(
@@ -117,15 +120,15 @@ def toy_eagle(
     max_request_tokens: int = 64,
     ring: int = 256,
 ) -> tuple[RemoteDrafter, LoopbackEndpoint]:
-    """A drafter that reads the target's features, and the end it is attached to."""
+    """A drafter that reads the target's features, and the endpoint it is attached to."""
     architecture = ToyEagle(distribution, num_blocks=num_blocks, block_size=target.block_size)
     pool = BlockPool(num_blocks, target.block_size, prefix_cache=True, ahead=1)
-    model = DraftModel(architecture, pool, vocab=vocab, max_model_len=10_000)
+    proposer = Proposer(architecture, pool, vocab=vocab, max_model_len=10_000)
     drafter = RemoteDrafter(max_request_tokens=max_request_tokens, max_released=64, deadline_s=1.0, on_down=print)
     drafter.set_vocab(vocab)
     width = len(target.features_after([]))
     features = torch.full((ring, width), float("nan"))
-    end = LoopbackEndpoint(model, max_rows=64, max_k=16, draft_vocab=distribution.columns, features=features)
-    drafter.attach(end)
+    endpoint = LoopbackEndpoint(proposer, max_rows=64, max_k=16, draft_vocab=distribution.columns, features=features)
+    drafter.attach(endpoint)
     target.drafter = drafter
-    return drafter, end
+    return drafter, endpoint

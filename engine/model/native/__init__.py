@@ -1,7 +1,7 @@
-"""The forward of a whole plan in one native call, for bf16 on CPUs that have AVX512-BF16.
+"""Native kernels: a whole forward in one call, in bf16 on CPUs with AVX512-BF16.
 
-Optional: where the machine or its compiler does not serve, `engine.model.decoder.Decoder` does the same with PyTorch's
-operators. `engine.model.load.load_model` chooses. Knows nothing of the models in Python.
+They are optional: where the machine or its compiler does not support them, `engine.model.decoder.Decoder` computes the
+same with PyTorch's operators. `engine.model.load.load_model` chooses. Knows nothing of the Python side of a model.
 """
 
 from __future__ import annotations

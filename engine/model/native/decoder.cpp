@@ -1,8 +1,8 @@
-// The decoder of the Llama family tree on a CPU with AVX512-BF16: the forward of a whole input in one call.
+// The decoder of Llama, Mistral, Qwen2 and Qwen3 models on a CPU with AVX512-BF16: a whole forward in one call.
 //
-// Owns the order of operations, which is that of engine/model/decoder.py, its slow twin, and the cache's inner layout;
-// the residual stream is float32 here. A row's result depends on that row and its context alone, never on the rows
-// beside it. Packed weights are in matrix.h, threads in pool.h.
+// Owns the order of operations, which is that of its slow twin engine/model/decoder.py, and the layout inside the KV
+// cache. The residual stream is float32. The result of a row depends only on that row and its context, never on other
+// rows of the forward. Packed weights are in matrix.h, threads in pool.h.
 //
 // K cache   [tokens / 16][G][D / 2][16][2] bfloat16: one load holds two dimensions of 16 tokens.
 // V cache   [tokens / 16][G][8][D][2] bfloat16: one load holds two tokens of 16 dimensions.
@@ -23,9 +23,9 @@
 
 namespace {
 
-constexpr int kRowChunk = 96;   // rows of an item, so that their inputs and a panel stay in the second-level cache
+constexpr int kRowChunk = 96;   // rows per item; their inputs and one panel fit in the L2 cache
 constexpr int kQueries = 6;     // query vectors attended together
-constexpr int kTilesAhead = 4;  // tiles of the cache that are asked for before their turn
+constexpr int kTilesAhead = 4;  // prefetch distance in tiles of the KV cache
 constexpr int kSlice = 4;       // 16-wide registers of a head's dimensions summed at once
 
 }  // namespace
@@ -38,7 +38,7 @@ struct Shape {
 };
 
 struct LayerWeights {
-  Matrix *qkv, *o, *gate_up, *down;  // gate_up: a panel holds two blocks of gate and the same two of up
+  Matrix *qkv, *o, *gate_up, *down;  // a panel of gate_up has two blocks of gate, then the same two of up
   const float *qkv_bias, *o_bias, *gate_bias, *up_bias, *down_bias;      // null where absent
   const float *input_norm, *q_norm, *k_norm, *mlp_norm;                  // q_norm and k_norm null where absent
 };
@@ -48,7 +48,7 @@ struct NativeForward {
   const int32_t *token_ids, *slots, *q_lens, *kv_lens, *block_tables, *logit_rows, *feature_layers;
   const float *cos, *sin;  // [num_rows, head_dim / 2]
   bf16 *const *keys, *const *values;  // one of each per layer
-  const bf16* embedded;  // [num_rows, hidden] what enters the first layer; null: the embedding of token_ids
+  const bf16* embedded;  // [num_rows, hidden] input of the first layer; null takes the embeddings of token_ids
   float* logits;  // [num_logits, vocab]
   bf16* features;  // [num_rows, num_features * hidden], or null
 };
@@ -58,11 +58,11 @@ struct NativeForward {
 namespace {
 
 struct AttentionItem {
-  int span, kv_head, first, count;  // query vectors `first ...` of the span: row-major, query heads of the group inside
+  int span, kv_head, first, count;  // query vectors first .. first + count - 1 of the span, row-major
 };
 
 template <class T>
-struct Buffer {  // grows, never shrinks; contents are lost when it grows
+struct Buffer {  // grows and never shrinks; its contents are lost when it grows
   T* data = nullptr;
   size_t size = 0;
   ~Buffer() { std::free(data); }
@@ -118,7 +118,7 @@ class Model {
   }
 
  private:
-  // normed[i] = norm(residual[rows[i]]), rows null for all in order.
+  // normed[i] = norm(residual[rows[i]]); rows = null takes all rows in order.
   void normalise(const float* weight, const int32_t* rows, int count) {
     const int hidden = shape_.hidden;
     const auto body = [&](int item, int) {
@@ -136,7 +136,7 @@ class Model {
     loop_rows(count, body);
   }
 
-  // Few cheap rows are not worth the other threads' attention.
+  // A few cheap rows are faster on one thread.
   template <class Body>
   void loop_rows(int count, const Body& body) {
     constexpr int kFew = 4, kPerItem = 4;
@@ -149,7 +149,7 @@ class Model {
     });
   }
 
-  // use(panel, first row, rows, tile) over all of x[count][depth] times the matrix.
+  // Calls use(panel, first row, rows, tile) for each tile of x[count][depth] times the matrix.
   template <class Use>
   void project(const Matrix& matrix, const bf16* x, int count, const Use& use) {
     const int panels = matrix.num_panels();
@@ -209,7 +209,7 @@ class Model {
     project_to<true>(*layer.down, inner_.data, input.num_rows, layer.down_bias, residual_.data);
   }
 
-  // Norms and turns a row's q and k heads; q to its buffer, k and v to their slot of the cache.
+  // Applies q/k norm and RoPE to a row. Writes q to its buffer, and k and v to their KV slot.
   void place(const NativeForward& input, const LayerWeights& layer, int row, bf16* keys, bf16* values) {
     const int dim = shape_.head_dim, heads = shape_.heads, groups = shape_.kv_heads;
     float* from = projected_.data + static_cast<long>(row) * (heads + 2 * groups) * dim;
@@ -256,7 +256,7 @@ class Model {
     }
   }
 
-  // The same for every layer: which query vectors are attended together.
+  // Splits attention into items of query vectors, once per forward for all layers.
   void split_attention(const NativeForward& input) {
     items_.clear();
     starts_.resize(input.num_spans);
@@ -309,7 +309,7 @@ class Model {
     for (int tile = 0; tile < num_tiles; ++tile) {
       const bf16* at = keys + offset(tile);
       const bf16* later = keys + offset(std::min(tile + kTilesAhead, num_tiles - 1));
-      __m512 sums[2][Q];  // of every other pair of dimensions: two short chains of additions instead of a long one
+      __m512 sums[2][Q];  // even and odd pairs of dimensions: two short chains of additions instead of a long one
 #pragma GCC unroll 6
       for (int q = 0; q < Q; ++q) sums[0][q] = sums[1][q] = _mm512_setzero_ps();
       for (int i = 0; i < dim; i += 4)

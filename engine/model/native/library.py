@@ -1,7 +1,7 @@
-"""The native library: compiled once per machine with the system's compiler, kept in the cache folder.
+"""The native library: compiled once per machine with the system's compiler, and kept in the cache folder.
 
-Owns the build, its cache key and the C structures. Knows nothing of models. A build takes a few seconds; a machine
-without a compiler or without AVX512-BF16 has no library, which is no error: `NativeUnavailable` says why.
+Owns the build, its cache key and the C structures. Knows nothing of models. A build takes a few seconds. Without a
+compiler or AVX512-BF16 there is no library: `NativeUnavailable` gives the reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from engine.checkpoint.store import cache_folder
 
 SOURCE = Path(__file__).with_name("decoder.cpp")
-"""It includes the headers beside it."""
+"""The source file. It includes the headers of the same folder."""
 CPU_FLAGS = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16")
 _OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
 _COMPILERS = ("g++", "clang++", "c++")
@@ -27,11 +27,11 @@ _BUILD_TIMEOUT_S = 120
 
 
 class NativeUnavailable(Exception):
-    """This machine or this model has no native path; the text says why."""
+    """Native kernels do not support this machine or model. The message gives the reason."""
 
 
 class Shape(ctypes.Structure):
-    """Sizes of a model."""
+    """Sizes of a model, and the number of threads."""
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "inner")),
@@ -42,7 +42,7 @@ class Shape(ctypes.Structure):
 
 
 class LayerWeights(ctypes.Structure):
-    """Addresses of one layer's packed matrices, float32 biases and float32 norms; None where absent."""
+    """Addresses of one layer's packed matrices, float32 biases and float32 norms; null where absent."""
 
     _fields_ = [
         (name, ctypes.c_void_p)
@@ -55,7 +55,7 @@ class LayerWeights(ctypes.Structure):
 
 
 class NativeForward(ctypes.Structure):
-    """Sizes and addresses of one forward's integers (int32), rotations (float32), caches and results."""
+    """Sizes and addresses of one forward: integers (int32), rotations (float32), caches and results."""
 
     _fields_ = [
         *(
@@ -74,7 +74,7 @@ class NativeForward(ctypes.Structure):
 
 @cache
 def load_library() -> ctypes.CDLL:
-    """The library of this machine, built if need be.
+    """The library for this machine. It is compiled at the first call.
 
     Raises:
         NativeUnavailable: the CPU lacks an instruction set, or there is no working compiler.
@@ -106,7 +106,7 @@ def _check_cpu() -> None:
     try:
         flags = set(Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split())
     except OSError as error:
-        raise NativeUnavailable(f"the CPU's abilities cannot be read ({error})") from None
+        raise NativeUnavailable(f"the CPU flags cannot be read ({error})") from None
     missing = [flag for flag in CPU_FLAGS if flag not in flags]
     if missing:
         raise NativeUnavailable(f"the CPU lacks {', '.join(missing)}")
@@ -116,7 +116,7 @@ def build() -> Path:
     """The compiled file for these sources, compiler and CPU.
 
     Raises:
-        NativeUnavailable: there is no working compiler, or nowhere to keep what it makes.
+        NativeUnavailable: there is no working compiler, or the cache folder cannot be written.
     """
     compiler = os.environ.get("CXX") or next((found for name in _COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
@@ -143,7 +143,7 @@ def build() -> Path:
 
 
 def _cpu_name() -> bytes:
-    """`-march=native` means another machine's code on another CPU."""
+    """CPU model and flags: `-march=native` compiles different code on another CPU."""
     lines = Path("/proc/cpuinfo").read_bytes().partition(b"\n\n")[0].splitlines()
     return b"\n".join(line for line in lines if line.startswith((b"model", b"cpu family", b"flags")))
 

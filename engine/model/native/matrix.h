@@ -1,8 +1,8 @@
-// bfloat16 arithmetic on AVX512-BF16, and rows times a packed weight. Knows nothing of layers or threads.
+// bfloat16 arithmetic with AVX512-BF16, and products of rows and a packed weight. Knows nothing of layers or threads.
 //
-// Weights   [N / (16 B)][K / 2][16 B][2] bfloat16, B column blocks of 16 per panel: one 64-byte load feeds 16 columns.
+// Weights   [N / (16 B)][K / 2][16 B][2] bfloat16, B column blocks of 16 per panel. A 64-byte load covers 16 columns.
 //
-// Every dot product is summed in one fixed order for any number of rows.
+// The order of summation of a dot product is the same for any number of rows.
 
 #pragma once
 
@@ -17,7 +17,7 @@ namespace {
 
 using bf16 = uint16_t;
 constexpr int kLanes = 16;
-constexpr int kAhead = 8192;  // weights that are asked for before their turn; panels lie end to end
+constexpr int kAhead = 8192;  // prefetch distance in weights; panels are contiguous
 
 inline __m512bh as_bf16(__m512i x) { return reinterpret_cast<__m512bh>(x); }
 inline __m512 load_bf16(const bf16* x) {
@@ -38,7 +38,7 @@ inline __m512i pair(const bf16* x) {
   return _mm512_set1_epi32(both);
 }
 
-// e^x within 2 units in the last place: 2^(n + f), f in [-0.5, 0.5], and a polynomial for 2^f.
+// e^x within 2 units in the last place, as 2^(n + f) with f in [-0.5, 0.5] and a polynomial for 2^f.
 inline __m512 exp16(__m512 x) {
   const __m512 y = _mm512_mul_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.0f)), _mm512_set1_ps(1.44269504f));
   const __m512 n = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -92,7 +92,7 @@ struct Matrix {
   size_t bytes() const { return static_cast<size_t>(num_panels()) * width() * depth * sizeof(bf16); }
 };
 
-// Memory in large pages where the system has them: weights are read end to end at every step.
+// Memory in large pages where the system has them, since every step reads all weights.
 void* reserve(size_t bytes) {
   void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (at == MAP_FAILED) return nullptr;

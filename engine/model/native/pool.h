@@ -1,4 +1,4 @@
-// Threads that run loops over items together with the thread that calls. Knows nothing of what an item is.
+// A thread pool that runs loops over items together with the calling thread. Knows nothing of the items.
 
 #pragma once
 
@@ -21,9 +21,9 @@ inline void futex(std::atomic<uint32_t>* word, int operation, uint32_t value) {
 }
 
 // Runs loops over items on the calling thread and its helpers. Each thread has a share of consecutive items, and takes
-// from the others' shares when its own is done: so threads rarely touch the same cache line, which takes longer than
-// many an item, and a loop ends when all items are done rather than when all helpers have come. A helper that lost its
-// core to another process holds nobody up unless it holds an item. Helpers without work go to sleep.
+// items from other shares when its own is empty. So threads rarely touch the same cache line, which would take longer
+// than some items. A loop ends when all items are done: a helper that is not scheduled delays it only if it holds an
+// item. Helpers without work go to sleep.
 class Pool {
  public:
   explicit Pool(int num_threads) : shares_(std::max(1, num_threads)) {
@@ -36,7 +36,7 @@ class Pool {
     for (auto& helper : helpers_) helper.join();
   }
 
-  // Calls sleeping helpers. Before a loop's items are there, it saves the time that they take to get up.
+  // Wakes sleeping helpers. Called ahead of a loop, it hides their wake-up time.
   void wake() {
     if (asleep_.load() && asleep_.exchange(false)) ring();
   }
@@ -64,11 +64,11 @@ class Pool {
 
  private:
   struct alignas(64) Share {
-    std::atomic<uint64_t> items{0};  // end and next of those not yet taken
-    alignas(64) std::atomic<int> done{0};  // by the share's thread, of any share
+    std::atomic<uint64_t> items{0};  // end (upper half) and next (lower half) of the items not yet taken
+    alignas(64) std::atomic<int> done{0};  // items done by the share's thread, from any share
   };
 
-  static constexpr uint64_t kPatience = 100'000;  // cycles, some 40 us: of a helper without work, of a leader at the end
+  static constexpr uint64_t kPatience = 100'000;  // about 40 us in cycles: spin time of an idle helper, and of the caller at the end of a loop
   static constexpr uint64_t kNext = 0xffffffff;
 
   void ring() {
@@ -84,7 +84,7 @@ class Pool {
 
   static bool is_left(uint64_t items) { return (items & kNext) < items >> 32; }
 
-  // Does one item of the thread's own share, or else of another; false where none is left.
+  // Does one item, from the thread's own share if possible. Returns false when no item is left.
   bool work(int thread) {
     for (size_t offset = 0; offset < shares_.size(); ++offset) {
       auto& items = shares_[(thread + offset) % shares_.size()].items;

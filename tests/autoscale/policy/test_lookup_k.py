@@ -21,7 +21,8 @@ from engine.core.pacing import MAX_MATCH_LEN, NUM_MATCH_CLASSES, KChoice, Specul
 from engine.core.request import Request
 from engine.core.stats import RowOutcome, StepStats
 from engine.core.step import Batch, Span
-from engine.draft.first_of import ForcedDrafter, LookupFirst
+from engine.draft.first_of import FirstOf
+from engine.draft.grammar import GrammarDrafter
 from engine.draft.ngram import NgramDrafter
 from engine.messages import SamplingParams, Submit
 
@@ -97,7 +98,7 @@ def test_lookup_tells_how_much_recurred_and_is_cut_to_what_that_allows(before: t
     tokens = [*before, 1, 2, 3, 0, 4, 5, 6, 7]
     span = Span(replace(request(1), tokens=tokens), len(tokens) - 1, 1, 3, True, "plan", k_by_match=(1, 2, 3, 3))
     lookup = NgramDrafter(min_size=2, max_size=2)
-    for drafter in (lookup, LookupFirst(lookup, NoDrafter())):
+    for drafter in (lookup, FirstOf(lookup, NoDrafter(), source="lookup")):
         (row,) = drafter.draft(Batch(1, (span,), 0)).rows
         assert (row.token_ids, row.match_len) == ((1, 2, 3)[: 1 if length == 2 else 2], length)
 
@@ -145,9 +146,10 @@ def test_greedy_answers_are_the_same_whatever_both_ks_are() -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=50)
     submits = [Submit(request_id=f"r{i}", prompt=(i, 1, 2, 1, 2), sampling=sampling) for i in range(5)]
 
-    def drafter() -> ForcedDrafter:
+    def drafter() -> FirstOf:
         lookup = NgramDrafter(min_size=1, max_size=2)
-        return ForcedDrafter(LookupFirst(lookup, toy_drafter(ToyModel(vocab_size=5, seed=4, blend=0.3))))
+        model = toy_drafter(ToyModel(vocab_size=5, seed=4, blend=0.3))
+        return FirstOf(GrammarDrafter(), FirstOf(lookup, model, source="lookup"), source="grammar")
 
     plain = ToyEngine(ToyModel(vocab_size=5), NoDrafter(), RandomPacer(1, 0)).run(submits)
     for seed in range(3):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import VOCAB, TextDelta, plan_of, write_model
+from tiny_models import VOCAB, TokenRange, forward_input_of, write_model
 
 from engine.checkpoint.model_config import SHARED_EMBEDDING
 from engine.checkpoint.weights import ShardSpec, WeightFiles
@@ -130,13 +130,13 @@ def test_a_draft_shares_the_embedding_and_scores_some_tokens(original: Path, tmp
     vocab = torch.tensor([50, 3, 96, 10])
     head = load_file(original / "model.safetensors")["lm_head.weight"][vocab].contiguous()
     folder = draft_of(original, tmp_path / "draft", vocab, head)
-    plan = plan_of([TextDelta([1, 2, 3, 4, 5], 0, 5, [1, 0])], block_size=4)
+    forward_input = forward_input_of([TokenRange([1, 2, 3, 4, 5], 0, 5, [1, 0])], block_size=4)
     draft = load_model(folder, target_folder=original, dtype=torch.float32)
     target = load_model(original, dtype=torch.float32)
     assert draft.draft_vocab is not None
     assert target.draft_vocab is None
     assert torch.equal(draft.draft_vocab, vocab)
-    ours, theirs = (ModelRunner(model, num_blocks=2, block_size=4).forward(plan) for model in (draft, target))
+    ours, theirs = (ModelRunner(model, num_blocks=2, block_size=4).forward(forward_input) for model in (draft, target))
     assert ours is not None
     assert theirs is not None
     assert torch.allclose(ours, theirs[:, vocab], atol=1e-5)

@@ -17,7 +17,7 @@ from reference import generate
 from toy_requests import asked_again, submits_lists
 
 from engine.core.drafter import Drafter, NoDrafter
-from engine.draft.first_of import LookupFirst
+from engine.draft.first_of import FirstOf
 from engine.draft.ngram import NgramDrafter
 from engine.errors import ConfigError
 from engine.messages import SamplingParams, SpeculativeOptions, Submit
@@ -35,7 +35,7 @@ def make_drafter(method: str, block_size: int) -> Drafter:
         return NgramDrafter(min_size=1, max_size=3)
     if method.endswith("+lookup"):
         model = make_drafter(method.removesuffix("+lookup"), block_size)
-        return LookupFirst(NgramDrafter(min_size=2, max_size=3), model)
+        return FirstOf(NgramDrafter(min_size=2, max_size=3), model, source="lookup")
     if method == "draft_model_reduced":
         draft = ToyModel(vocab_size=VOCAB, columns=5, block_size=block_size, seed=3)
         return toy_drafter(draft, vocab=torch.tensor([6, 1, 4, 0, 2]), max_request_tokens=9)

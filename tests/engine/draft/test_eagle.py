@@ -1,7 +1,7 @@
-"""Drafting from the target's hidden states: exact always, and fed the right feature at every position.
+"""Drafting from the target's hidden states: the output is exact, and the draft reads the right feature everywhere.
 
-Promises: greedy and seeded requests get the reference's tokens whatever happens around them; a head that equals the
-target where it is fed rightly is believed at every position, across chunks, preemption, shared prefixes and pauses.
+Promises: greedy and seeded requests get the reference's tokens in every situation. A draft that equals the target when
+it reads the right features is accepted at every position, across chunks, preemption, shared prefixes and pauses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ORDER = 3
 
 
 def submits(seed: int, *, temperature: float, count: int, max_prompt: int) -> list[Submit]:
-    """Requests with a common beginning, so that prefixes are shared."""
+    """Requests with a common prefix, so that blocks are shared."""
     rng = random.Random(seed)
     common = [rng.randrange(VOCAB) for _ in range(max_prompt)]
     made = []
@@ -92,7 +92,7 @@ def test_every_request_gets_the_reference_tokens(
         max_step_tokens=max_step_tokens,
         max_model_len=max_model_len,
     )
-    for batch in range(2):  # the second meets a warm prefix cache
+    for batch in range(2):  # the second batch finds a warm prefix cache
         asked = submits(seed, temperature=temperature, count=5, max_prompt=20)
         asked = [Submit(request_id=f"{batch}/{s.request_id}", prompt=s.prompt, sampling=s.sampling) for s in asked]
         result = engine.run(asked)
@@ -102,7 +102,7 @@ def test_every_request_gets_the_reference_tokens(
 
 
 class Scripted(FixedPacer):
-    """K = 3, but 0 in the steps of some stretches."""
+    """K = 3, but 0 in some ranges of steps."""
 
     def __init__(self, *pauses: range) -> None:
         super().__init__(3)
@@ -115,11 +115,11 @@ class Scripted(FixedPacer):
 
 
 def run_perfect(pacer: FixedPacer, *, ring: int = 512, **settings: int | bool) -> tuple[FixedPacer, LoopbackEndpoint]:
-    """Four requests over two rounds with a head that has the target's own law."""
+    """Two rounds of two requests, with a draft that has the target's distribution."""
     num_blocks = int(settings.get("num_blocks", 400))
     target = FeaturedToy(vocab_size=VOCAB, num_blocks=num_blocks, order=ORDER)
     draft_model = ToyModel(vocab_size=VOCAB, order=ORDER)
-    drafter, end = toy_eagle(target, draft_model, num_blocks=400, ring=ring, max_request_tokens=32)
+    drafter, endpoint = toy_eagle(target, draft_model, num_blocks=400, ring=ring, max_request_tokens=32)
     engine = ToyEngine(target, drafter, pacer, **{"num_blocks": num_blocks, "max_model_len": 200, **settings})  # type: ignore[arg-type]
     greedy = SamplingParams(temperature=0.0, max_tokens=60)
     rng = random.Random(5)
@@ -129,11 +129,11 @@ def run_perfect(pacer: FixedPacer, *, ring: int = 512, **settings: int | bool) -
         result = engine.run(asked)
         for submit in asked:
             assert result[submit.request_id] == generate(target.logits_after, submit.prompt, greedy, 200).tokens
-    return pacer, end
+    return pacer, endpoint
 
 
-def is_believed(pacer: FixedPacer, *, first: int = 0) -> bool:
-    """Whether every position that was reached was accepted, and there were some."""
+def is_always_accepted(pacer: FixedPacer, *, first: int = 0) -> bool:
+    """Whether every drafted position was accepted, and there was at least one."""
     stats = [s for s in pacer.stats[first:] if s.num_drafted]
     return bool(stats) and all(s.accepted_by_position == s.drafted_by_position for s in stats)
 
@@ -149,43 +149,43 @@ def is_believed(pacer: FixedPacer, *, first: int = 0) -> bool:
     ],
     ids=["plain", "no prefix cache", "chunked prefill", "preempting", "small ring"],
 )
-def test_a_perfect_head_is_believed_everywhere(settings: dict[str, int | bool]) -> None:
+def test_a_perfect_head_is_always_accepted_everywhere(settings: dict[str, int | bool]) -> None:
     pacer, _ = run_perfect(FixedPacer(3), **settings)  # type: ignore[arg-type]
-    assert is_believed(pacer)
+    assert is_always_accepted(pacer)
     drafted = sum(s.num_drafted for s in pacer.stats)
     assert drafted > 0.5 * sum(s.num_emitted for s in pacer.stats)
 
 
 @pytest.mark.parametrize("ring", [512, 40], ids=["all features kept", "most features overwritten"])
-def test_after_a_pause_acceptance_is_what_it_was(ring: int) -> None:
+def test_after_a_pause_every_draft_is_accepted_again(ring: int) -> None:
     pacer, _ = run_perfect(Scripted(range(8, 40)), ring=ring)
-    assert is_believed(pacer, first=40)
+    assert is_always_accepted(pacer, first=40)
     assert any("catch_up" in s.k_by_reason or s.num_drafted for s in pacer.stats[40:42])
 
 
 def test_while_drafting_is_off_the_draft_is_not_asked() -> None:
-    never, end = run_perfect(FixedPacer(0))
-    assert end.num_orders == 0
+    never, endpoint = run_perfect(FixedPacer(0))
+    assert endpoint.num_requests == 0
     assert sum(s.num_drafted for s in never.stats) == 0
     always, asked = run_perfect(FixedPacer(3))
     paused, some = run_perfect(Scripted(range(5, 30)))
-    assert some.num_orders > 0
+    assert some.num_requests > 0
     assert sum(s.draft_s > 0 or s.num_drafted > 0 for s in paused.stats[5:30]) == 0
-    assert asked.num_orders <= len(always.stats)
+    assert asked.num_requests <= len(always.stats)
 
 
-class Mortal:
-    """An end that dies at some order."""
+class MortalEndpoint:
+    """An endpoint whose draft dies after some requests."""
 
-    def __init__(self, end: LoopbackEndpoint, lives: int) -> None:
-        self._endpoint = end
-        self._lives = lives
-        self.probs = end.probs
-        self.features = end.features
+    def __init__(self, endpoint: LoopbackEndpoint, *, num_requests: int) -> None:
+        self._endpoint = endpoint
+        self._num_left = num_requests
+        self.probs = endpoint.probs
+        self.features = endpoint.features
 
     def ask(self, rows: Sequence[DraftRequestRow], released: Sequence[int] = (), *, deadline_s: float) -> DraftResponse:
-        self._lives -= 1
-        if self._lives < 0:
+        self._num_left -= 1
+        if self._num_left < 0:
             raise DraftDown("it died")
         return self._endpoint.ask(rows, released, deadline_s=deadline_s)
 
@@ -193,11 +193,11 @@ class Mortal:
         return None
 
 
-def test_a_dead_draft_costs_no_token_and_the_next_one_is_believed() -> None:
+def test_a_dead_draft_costs_no_token_and_the_next_one_is_always_accepted() -> None:
     target = FeaturedToy(vocab_size=VOCAB, num_blocks=200, order=ORDER)
     draft_model = ToyModel(vocab_size=VOCAB, order=ORDER)
-    drafter, end = toy_eagle(target, draft_model, num_blocks=200)
-    drafter.attach(Mortal(end, 4))
+    drafter, endpoint = toy_eagle(target, draft_model, num_blocks=200)
+    drafter.attach(MortalEndpoint(endpoint, num_requests=4))
     pacer = FixedPacer(3)
     engine = ToyEngine(target, drafter, pacer, num_blocks=200, max_model_len=200)
     sampling = SamplingParams(temperature=0.0, max_tokens=120)
@@ -215,14 +215,14 @@ def test_a_dead_draft_costs_no_token_and_the_next_one_is_believed() -> None:
     while engine.engine.has_work:
         engine.step()
     assert engine.tokens_of("r") == generate(target.logits_after, asked.prompt, sampling, 200).tokens
-    assert is_believed(pacer, first=revived)
+    assert is_always_accepted(pacer, first=revived)
     assert "draft_down" in set().union(*(s.k_by_reason for s in pacer.stats))
 
 
 @settings(max_examples=150)
 @given(seed=st.integers(0, 2**32), capacity=st.integers(12, 60))
 def test_the_log_finds_every_feature_that_is_still_there_and_no_other(seed: int, capacity: int) -> None:
-    """Random steps over three requests, drafts, rejections, preemptions; a feature names its request and position."""
+    """Random steps of three requests with rejections and preemptions. A feature holds its request and position."""
     rng = random.Random(seed)
     ring = torch.full((capacity, 2), -1.0)
     log = FeatureLog(ring)
@@ -262,9 +262,9 @@ def test_the_log_finds_every_feature_that_is_still_there_and_no_other(seed: int,
         log.settle([span for span, _ in spans])
         for request in requests:
             start = rng.randint(0, len(request.tokens))
-            for token, place in enumerate(log.rows(request.key, start, len(request.tokens) - start), start):
+            for token, row_index in enumerate(log.rows(request.key, start, len(request.tokens) - start), start):
                 row = written.get((request.key, token - 1))
                 if row is None or row < now - capacity:
-                    assert place == -1
+                    assert row_index == -1
                 else:
-                    assert ring[place].tolist() == [request.key, token - 1]
+                    assert ring[row_index].tolist() == [request.key, token - 1]

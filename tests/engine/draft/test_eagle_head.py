@@ -1,6 +1,6 @@
-"""An exported eagle draft in the engine: it computes what it was trained to, and is refused where it is not ours.
+"""An exported EAGLE draft in the engine: it has the distribution of the trained module, and misfits are refused.
 
-The slow twin runs the trained module over the whole text again for each drafted token: no cache, no blocks.
+The slow twin runs the trained module over the whole text for each drafted token, without a cache.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.packing import SpanRows, pack_spans
 from engine.draft.architectures import EagleArchitecture
 from engine.draft.messages import DraftRequestRow
-from engine.draft.proposer import DraftModel
+from engine.draft.proposer import Proposer
 from engine.errors import ConfigError
 from engine.messages import SamplingParams, Submit
 from engine.model.load import load_draft, load_model
@@ -64,51 +64,57 @@ def features_of(target_folder: Path, tokens: list[int]) -> torch.Tensor:
     return runner.features
 
 
-def drafts(folder: Path, target_folder: Path) -> DraftModel:
+def make_proposer(folder: Path, target_folder: Path) -> Proposer:
     loaded = load_draft(folder, target_folder, dtype=torch.float32)
     assert loaded.head is not None
     caches = ModelRunner(loaded.decoder, num_blocks=32, block_size=BLOCK).caches
     pool = BlockPool(32, BLOCK, prefix_cache=True, ahead=1)
     vocab = loaded.decoder.draft_vocab
-    return DraftModel(EagleArchitecture(loaded.head, loaded.decoder, caches), pool, vocab=vocab, max_model_len=512)
+    return Proposer(EagleArchitecture(loaded.head, loaded.decoder, caches), pool, vocab=vocab, max_model_len=512)
 
 
-def order(key: int, start: int, new_tokens: list[int], places: list[int], **sampling: Any) -> DraftRequestRow:
+def request_row(
+    key: int, start: int, new_tokens: list[int], feature_rows: list[int], **sampling: Any
+) -> DraftRequestRow:
     given = {"temperature": 0.0, "top_p": 1.0, "stream_key": 3, "attempt": 1, "coupled": False} | sampling
-    return DraftRequestRow(key, start, tuple(new_tokens), NUM_DRAFTED, RowSampling(**given), feature_rows=tuple(places))
+    return DraftRequestRow(
+        key, start, tuple(new_tokens), NUM_DRAFTED, RowSampling(**given), feature_rows=tuple(feature_rows)
+    )
 
 
 def distributions_along(
     draft: EagleDraft, tokens: list[int], num_known: int, features: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The draft's laws of the tokens after the first `num_known` ones.
+    """The draft's distributions of the tokens after the first `num_known` ones.
 
     Args:
-        tokens: [T], those known and those drafted.
+        tokens: [T] known tokens, then drafted ones.
         features: [num_known - 1, width].
     """
     eps, hidden = draft.config.rms_norm_eps, draft.config.hidden_size
     cos, sin = (table[None, :, None] for table in rope_tables(draft.config, len(tokens) + 1, torch.device("cpu")))
     normed = F.rms_norm(features.view(num_known - 1, -1, hidden), (hidden,), eps=eps) * draft.feature_norm
     sources = list(draft.fuse(normed.flatten(1)))
-    samplings = []
+    distributions = []
     for known in range(num_known, len(tokens) + 1):
         embedded = draft.token(rms_norm(draft.embed[torch.tensor(tokens[1:known])], draft.token_norm, eps))
         x = (torch.stack(sources) + embedded)[None]
         for layer in draft.layers:
             x = layer(x, cos[:, 1:known], sin[:, 1:known], [])
-        samplings.append(draft.head(rms_norm(x[0, -1], draft.final_norm, eps)).softmax(-1))
+        distributions.append(draft.head(rms_norm(x[0, -1], draft.final_norm, eps)).softmax(-1))
         sources.append(draft.carry(rms_norm(x[0, -1], draft.carry_norm, eps)))
-    return samplings
+    return distributions
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
 @pytest.mark.parametrize("chunk", [3, 40], ids=["bit by bit", "at once"])
 @torch.no_grad()
-def test_drafts_follow_the_trained_laws(target_folder: Path, tmp_path: Path, num_layers: int, chunk: int) -> None:
-    """Several requests at once, fed in pieces with drafts in between that are thrown away."""
+def test_drafts_have_the_trained_distributions(
+    target_folder: Path, tmp_path: Path, num_layers: int, chunk: int
+) -> None:
+    """Several requests at once, sent in chunks, with drafts in between that are discarded."""
     folder = write_eagle(target_folder, tmp_path, num_layers=num_layers)
-    model = drafts(folder, target_folder)
+    proposer = make_proposer(folder, target_folder)
     trained = load_trained(folder, open_target(target_folder))
     assert isinstance(trained, EagleDraft)
     seeded = torch.Generator().manual_seed(1)
@@ -120,31 +126,39 @@ def test_drafts_follow_the_trained_laws(target_folder: Path, tmp_path: Path, num
     for start in range(0, max(map(len, texts)), chunk):
         rows = []
         for key, text in enumerate(texts):
-            places = [-1, *range(firsts[key], firsts[key] + len(text) - 1)]
+            feature_rows = [-1, *range(firsts[key], firsts[key] + len(text) - 1)]
             if start < len(text):
                 rows.append(
-                    order(key, start, text[start : start + chunk], places[start : start + chunk], temperature=1.0)
+                    request_row(
+                        key, start, text[start : start + chunk], feature_rows[start : start + chunk], temperature=1.0
+                    )
                 )
-        for place, (row, answer) in enumerate(zip(rows, model.answer(rows, (), probs, ring), strict=True)):
+        for row_index, (row, response_row) in enumerate(
+            zip(rows, proposer.propose(rows, (), probs, ring), strict=True)
+        ):
             num_known = start + len(row.new_tokens)
-            tokens = texts[row.key][:num_known] + list(answer.token_ids)
-            samplings = distributions_along(trained, tokens, num_known, features[row.key][: num_known - 1])
-            torch.testing.assert_close(probs[place], torch.stack(samplings[:-1]), rtol=2e-3, atol=1e-5)
-            assert answer.confidences == pytest.approx([sampling.max().item() for sampling in samplings[:-1]], abs=1e-4)
-            checked += len(answer.token_ids)
+            tokens = texts[row.key][:num_known] + list(response_row.token_ids)
+            distributions = distributions_along(trained, tokens, num_known, features[row.key][: num_known - 1])
+            torch.testing.assert_close(probs[row_index], torch.stack(distributions[:-1]), rtol=2e-3, atol=1e-5)
+            assert response_row.confidences == pytest.approx(
+                [distribution.max().item() for distribution in distributions[:-1]], abs=1e-4
+            )
+            checked += len(response_row.token_ids)
     assert checked == NUM_DRAFTED * (3 if chunk == 40 else 7 + 13 + 1)
 
 
-def test_a_shared_prefix_is_read_once_and_drafts_are_the_same(target_folder: Path, draft_folder: Path) -> None:
+def test_a_shared_prefix_is_computed_once_and_drafts_are_the_same(target_folder: Path, draft_folder: Path) -> None:
     text = torch.randint(3, VOCAB, (50,), generator=torch.Generator().manual_seed(2)).tolist()
     ring = features_of(target_folder, text)
-    places = [-1, *range(49)]
-    model = drafts(draft_folder, target_folder)
+    feature_rows = [-1, *range(49)]
+    proposer = make_proposer(draft_folder, target_folder)
     probs = torch.zeros(1, NUM_DRAFTED, len(DRAFT_VOCAB))
-    (first,) = model.answer([order(1, 0, text, places)], (), probs, ring)
+    (first,) = proposer.propose([request_row(1, 0, text, feature_rows)], (), probs, ring)
     # The target found 32 tokens in its own cache: it has features from there on only.
-    (second,) = model.answer([order(2, 0, text, [-1] * 33 + places[33:])], (1,), probs, ring)
-    (alone,) = drafts(draft_folder, target_folder).answer([order(3, 0, text, [-1] * 33 + places[33:])], (), probs, ring)
+    (second,) = proposer.propose([request_row(2, 0, text, [-1] * 33 + feature_rows[33:])], (1,), probs, ring)
+    (alone,) = make_proposer(draft_folder, target_folder).propose(
+        [request_row(3, 0, text, [-1] * 33 + feature_rows[33:])], (), probs, ring
+    )
     assert first.token_ids == second.token_ids
     assert first.confidences == pytest.approx(second.confidences, abs=1e-5)
     assert first.confidences != pytest.approx(alone.confidences, abs=1e-5), "without the prefix it knows less"
@@ -152,10 +166,10 @@ def test_a_shared_prefix_is_read_once_and_drafts_are_the_same(target_folder: Pat
 
 
 def test_without_features_of_the_last_token_nothing_is_drafted(target_folder: Path, draft_folder: Path) -> None:
-    model = drafts(draft_folder, target_folder)
+    proposer = make_proposer(draft_folder, target_folder)
     probs = torch.zeros(1, NUM_DRAFTED, len(DRAFT_VOCAB))
-    (answer,) = model.answer([order(1, 0, [5, 6, 7], [-1, 0, -1])], (), probs, torch.zeros(4, 64))
-    assert (answer.token_ids, answer.reason) == ((), "catch_up")
+    (response_row,) = proposer.propose([request_row(1, 0, [5, 6, 7], [-1, 0, -1])], (), probs, torch.zeros(4, 64))
+    assert (response_row.token_ids, response_row.reason) == ((), "catch_up")
 
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -168,7 +182,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_answers_are_those_without_a_draft(target_folder: Path, draft_folder: Path, name: str) -> None:
+def test_output_is_the_same_as_without_a_draft(target_folder: Path, draft_folder: Path, name: str) -> None:
     """Greedy and seeded, fp32, K random per step, several requests with a common beginning, twice."""
     seeded = torch.Generator().manual_seed(3)
     common = torch.randint(3, VOCAB, (40,), generator=seeded).tolist()
@@ -194,13 +208,13 @@ def test_answers_are_those_without_a_draft(target_folder: Path, draft_folder: Pa
             assert engine.num_preempted > 0
 
 
-def test_int8_rows_are_read(target_folder: Path, draft_folder: Path, tmp_path: Path) -> None:
+def test_int8_weights_are_read(target_folder: Path, draft_folder: Path, tmp_path: Path) -> None:
     exact = load_draft(draft_folder, target_folder, dtype=torch.float32)
     rounded = load_draft(write_eagle(target_folder, tmp_path, int8=True), target_folder, dtype=torch.float32)
     assert exact.head is not None
     assert rounded.head is not None
     x, features = torch.randn(4, 32), torch.randn(4, 64)
-    ours, theirs = (head.committed(head.tokens(x), features) for head in (exact.head, rounded.head))
+    ours, theirs = (head.committed_inputs(head.project_tokens(x), features) for head in (exact.head, rounded.head))
     assert 0 < (ours - theirs).abs().max() < 0.05 * ours.abs().max()
 
 
@@ -240,7 +254,7 @@ def changed_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) ->
         (changed_tensor("eagle.carry.weight", lambda w: w[:5]), r"eagle\.carry\.weight has shape \[5, 32\]"),
     ],
 )
-def test_a_draft_that_is_not_ours_is_refused(
+def test_a_draft_that_does_not_fit_is_refused(
     target_folder: Path, draft_folder: Path, tmp_path: Path, spoil: Callable[[Path], None], message: str
 ) -> None:
     folder = tmp_path / "draft"
@@ -263,6 +277,6 @@ def test_the_folder_says_which_method_it_is(target_folder: Path, draft_folder: P
         with_draft(settings(method="eagle", draft=str(target_folder)), target_folder)
 
 
-def test_the_draft_that_ships_belongs_to_the_default_model() -> None:
+def test_the_shipped_draft_fits_the_default_model() -> None:
     config = check_draft(resolve_draft("smollm2-eagle"), resolve_model("smollm2"))
     assert config.architecture == "eagle"

@@ -1,7 +1,7 @@
-"""The fast attention against the plain loops, over random mixes of spans.
+"""Padded attention against the reference in plain loops, over random mixes of spans.
 
 Promise: equal within rounding for any spans of at least one row, any context, block order, head grouping and dtype,
-whatever lies in blocks and slots that a span does not own.
+whatever is in blocks and slots that a span does not own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import TextDelta, plan_of, scattered_blocks
+from tiny_models import TokenRange, forward_input_of, scattered_blocks
 
 from engine.errors import ConfigError
 from engine.model.attention import ReferenceAttention, make_attention
@@ -41,11 +41,11 @@ def both(
     totals = [rows + context for rows, context in spans]
     num_blocks = sum(-(-total // block_size) for total in totals) + 3
     blocks = scattered_blocks(totals, num_blocks=num_blocks, block_size=block_size)
-    pieces = [
-        TextDelta(range(total), context, total, owned)
+    ranges = [
+        TokenRange(range(total), context, total, owned)
         for (_, context), total, owned in zip(spans, totals, blocks, strict=True)
     ]
-    forward_input = plan_of(pieces, block_size=block_size)
+    forward_input = forward_input_of(ranges, block_size=block_size)
     generator = torch.Generator().manual_seed(len(spans) + sum(totals))
     cache_shape = (num_blocks, block_size, num_kv_heads, 16)
     keys, values = (torch.randn(cache_shape, generator=generator).to(dtype) for _ in range(2))
@@ -93,8 +93,8 @@ def test_a_long_context_does_not_pad_the_short_ones() -> None:
     attention = PaddedAttention(group_size=3, dtype=torch.float32, device=CPU)
     lengths = [20, 5000, 30, 25, 4000]
     blocks = scattered_blocks(lengths, num_blocks=600, block_size=16)
-    pieces = [TextDelta(range(n), n - 1, n, owned) for n, owned in zip(lengths, blocks, strict=True)]
-    groups = attention.prepare(plan_of(pieces, block_size=16), block_size=16)
+    ranges = [TokenRange(range(n), n - 1, n, owned) for n, owned in zip(lengths, blocks, strict=True)]
+    groups = attention.prepare(forward_input_of(ranges, block_size=16), block_size=16)
     assert sorted(group.kv_len for group in groups) == [30, 5000]
     gathered = sum(group.blocks.numel() * 16 for group in groups)
     assert gathered < 1.5 * sum(lengths)
@@ -105,12 +105,12 @@ def test_varlen_is_refused_where_it_cannot_run() -> None:
         make_attention("varlen", group_size=1, dtype=torch.bfloat16, device=CPU)
 
 
-def test_plans_of_numpy_views_are_taken() -> None:
+def test_forward_inputs_of_numpy_views_are_accepted() -> None:
     """Block tables may be views into a wider array."""
     from msgspec.structs import replace
 
     attention = PaddedAttention(group_size=1, dtype=torch.float32, device=CPU)
-    forward_input = plan_of([TextDelta(range(9), 8, 9, [2, 0, 1])], block_size=4)
+    forward_input = forward_input_of([TokenRange(range(9), 8, 9, [2, 0, 1])], block_size=4)
     wide = np.zeros((1, 50), dtype=np.int32)
     wide[:, :3] = forward_input.block_tables
     groups = attention.prepare(replace(forward_input, block_tables=wide[:, :20]), block_size=4)

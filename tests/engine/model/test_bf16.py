@@ -1,12 +1,12 @@
-"""bf16: natively a draft changes no answer; with PyTorch's operators, where it changes one, it does so at a near-tie.
+"""bf16: with native kernels a draft never changes the output, with PyTorch's operators only at near ties.
 
-The native forward computes a row in one order whatever rows are beside it, so every answer must be identical.
-With PyTorch, a verify step sums in another order than a plain step, and bf16 rounds each sum. So the first token that
-differs from plain decoding must be one that the fp32 model likes almost as much: the logits lie within BOUND of each
-other. BOUND is two steps of bf16 at the size of these logits (16 to 32: one step is 0.125); measured over 48 prompts
-and two methods, the widest of 54 partings was 0.19.
+The native decoder sums a row in one order, whatever the other rows of the forward are, so the output must be identical.
+With PyTorch a verify step sums in another order than a plain step, and bf16 rounds each sum. The first token that
+differs from plain decoding must then have almost the same logit in the fp32 model, within BOUND. BOUND is two steps of
+bf16 at the size of these logits (16 to 32, where one step is 0.125). Over 48 prompts and two methods, the largest
+difference of 54 was 0.19.
 
-`-m slow` runs 48 prompts of a file (PACELINE_PROMPTS, JSON lines with `turns`), with the draft PACELINE_DRAFT if given.
+`-m slow` runs 48 prompts of a file (PACELINE_PROMPTS, JSON lines with `turns`), with the draft of PACELINE_DRAFT.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def folder() -> Path:
 
 
 @pytest.fixture(scope="module")
-def accept_or_reject(folder: Path) -> Any:
+def fp32_model(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def answers(
+def generate(
     folder: Path, texts: Sequence[str], num_tokens: int, **settings: Any
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts and greedy answers, all prompts at once."""
+    """Prompts and their greedy outputs, generated in one batch."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts: list[list[int]] = [
         tokenizer.apply_chat_template(
@@ -73,41 +73,39 @@ def check(
     draft_folder: Path,
     texts: Sequence[str],
     num_tokens: int,
-    accept_or_reject: Any,
+    fp32_model: Any,
     *,
     kernel: str = "torch",
 ) -> dict[str, int]:
-    """How many answers of each method are identical to plain ones; the others part at a near-tie."""
-    _, plain = answers(folder, texts, num_tokens, kernel=kernel)
+    """How many outputs of each method equal plain decoding. The others must differ at a near tie."""
+    _, plain = generate(folder, texts, num_tokens, kernel=kernel)
     methods: dict[str, dict[str, Any]] = {
         "ngram": {"speculative": {"method": "ngram", "k": 8}},
         "draft_model": {"draft_folder": draft_folder, "speculative": {"k": 8}},
     }
     same = {}
     for name, settings in methods.items():
-        prompts, got = answers(folder, texts, num_tokens, pacer=RandomPacer(7, max_k=8), kernel=kernel, **settings)
+        prompts, outputs = generate(folder, texts, num_tokens, pacer=RandomPacer(7, max_k=8), kernel=kernel, **settings)
         same[name] = sum(
-            assert_same_or_near_tie(accept_or_reject, prompt, expected, answer, f"{name}, prompt {i}", bound=BOUND)
-            for i, (prompt, expected, answer) in enumerate(zip(prompts, plain, got, strict=True))
+            assert_same_or_near_tie(fp32_model, prompt, expected, output, f"{name}, prompt {i}", bound=BOUND)
+            for i, (prompt, expected, output) in enumerate(zip(prompts, plain, outputs, strict=True))
         )
     return same
 
 
-def test_answers_part_from_plain_decoding_only_at_near_ties(
-    folder: Path, accept_or_reject: Any, tmp_path: Path
-) -> None:
-    check(folder, cut_draft(folder, tmp_path / "draft"), TEXTS, 24, accept_or_reject)
+def test_drafts_change_the_output_only_at_near_ties(folder: Path, fp32_model: Any, tmp_path: Path) -> None:
+    check(folder, cut_draft(folder, tmp_path / "draft"), TEXTS, 24, fp32_model)
 
 
 @needs_library
-def test_native_answers_are_those_of_plain_decoding(folder: Path, accept_or_reject: Any, tmp_path: Path) -> None:
-    same = check(folder, cut_draft(folder, tmp_path / "draft"), TEXTS, 24, accept_or_reject, kernel="native")
+def test_native_output_is_that_of_plain_decoding(folder: Path, fp32_model: Any, tmp_path: Path) -> None:
+    same = check(folder, cut_draft(folder, tmp_path / "draft"), TEXTS, 24, fp32_model, kernel="native")
     assert same == {"ngram": len(TEXTS), "draft_model": len(TEXTS)}
 
 
 @pytest.mark.slow
-def test_48_prompts_part_from_plain_decoding_only_at_near_ties(
-    folder: Path, accept_or_reject: Any, tmp_path: Path
+def test_drafts_change_the_output_of_48_prompts_only_at_near_ties(
+    folder: Path, fp32_model: Any, tmp_path: Path
 ) -> None:
     path = os.environ.get("PACELINE_PROMPTS")
     if path is None:
@@ -115,8 +113,8 @@ def test_48_prompts_part_from_plain_decoding_only_at_near_ties(
     lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
     texts = [line["turns"][0] for line in lines[:: max(1, len(lines) // 48)]][:48]
     draft_folder = Path(os.environ.get("PACELINE_DRAFT") or cut_draft(folder, tmp_path / "draft"))
-    same = check(folder, draft_folder, texts, 64, accept_or_reject, kernel="native")
+    same = check(folder, draft_folder, texts, 64, fp32_model, kernel="native")
     print(f"natively identical of {len(texts)}: {same}")
     assert set(same.values()) == {len(texts)}
-    same = check(folder, draft_folder, texts, 64, accept_or_reject)
-    print(f"identical of {len(texts)}: {same}; the others part at a near-tie of less than {BOUND}")
+    same = check(folder, draft_folder, texts, 64, fp32_model)
+    print(f"identical of {len(texts)}: {same}; the others differ at a near tie of less than {BOUND}")

@@ -1,6 +1,6 @@
-"""The packed linear layer against the plain one.
+"""Linear layers and RMSNorm: each fast implementation against the plain one or the definition.
 
-Promise: the same product, and the elementwise step fused into it differs only by not rounding in between.
+Promise: the same result up to the rounding of bf16. A fused elementwise operation rounds once less.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.model.layers import PackedLinear, PlainLinear, make_linear
+from engine.model.layers import PackedLinear, PlainLinear, RmsNorm, make_linear
 
 PACKABLE = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
@@ -60,3 +60,30 @@ def test_plain_layer_leaves_its_inputs_alone() -> None:
     assert torch.allclose(layer.silu(x), torch.nn.functional.silu(layer(x)))
     assert torch.equal(x, kept[0])
     assert torch.equal(other, kept[1])
+
+
+@settings(max_examples=60)
+@given(
+    rows=st.integers(1, RmsNorm.MAX_FAST_ROWS + 3),
+    size=st.sampled_from([2, 48, 576]),
+    scale=st.sampled_from([0.0, 1e-4, 1.0, 300.0]),
+    shift=st.sampled_from([0.0, 1.0, -50.0]),
+)
+def test_fast_norm_equals_the_definition(rows: int, size: int, scale: float, shift: float) -> None:
+    generator = torch.Generator().manual_seed(rows * size)
+    weight = torch.randn(size, generator=generator).bfloat16()
+    x = (torch.randn(rows, size, generator=generator) * scale + shift).bfloat16()
+    found = RmsNorm(weight, 1e-5, fast=True)(x)
+    wide = x.double()
+    exact = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
+    assert found.dtype == torch.bfloat16
+    assert found.is_contiguous()
+    # Up to the row limit there is a single rounding to bf16, of at most 2^-8; F.rms_norm rounds twice.
+    bound = 2**-8 if rows <= RmsNorm.MAX_FAST_ROWS else 2**-7
+    assert ((found.double() - exact).abs() <= 1.01 * bound * exact.abs() + 1e-6).all()
+
+
+def test_a_float32_norm_uses_the_plain_operator() -> None:
+    weight, x = torch.randn(8), torch.randn(3, 8)
+    exact = torch.nn.functional.rms_norm(x, (8,), weight, 1e-6)
+    assert torch.equal(RmsNorm(weight, 1e-6, fast=True)(x), exact)

@@ -1,4 +1,4 @@
-"""SmolLM2 through the whole engine: greedy fp32 output equals that of `transformers`, whatever speeds it up.
+"""SmolLM2 through the whole engine: greedy fp32 output equals that of `transformers` in every configuration.
 
 A small run of each configuration is part of `make test`; `-m slow` runs the full gate over a prompt file
 (PACELINE_PROMPTS, JSON lines with `turns`), 24 prompts, 16 at once.
@@ -49,7 +49,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 
 class Case:
-    """Prompts with the reference's answers."""
+    """Prompts with the output of `transformers`."""
 
     def __init__(self, folder: Path, texts: list[str], max_tokens: int) -> None:
         self.folder = folder
@@ -78,13 +78,13 @@ class Case:
         return tokens
 
     def check(self, name: str, draft_folder: Path, *, max_num_requests: int) -> int:
-        """Run one configuration over all prompts at once; returns how many answers are identical."""
+        """Run one configuration over all prompts at once; returns how many outputs are identical."""
         settings = dict(CONFIGURATIONS[name])
         use_draft, use_random = settings.pop("draft", False), settings.pop("random", False)
         if settings.pop("eagle", False):
             use_draft, draft_folder = True, resolve_draft("smollm2-eagle")
         if settings.pop("small_pool", False):
-            # All that run at once fit with their prompts, not with their answers.
+            # The prompts of one batch fit in the cache, their outputs do not.
             longest = max(len(prompt) for prompt in self.prompts) + self.max_tokens + 16
             together = sum(len(prompt) for prompt in self.prompts[:max_num_requests]) + self.max_tokens // 2
             settings |= {"kv_cache_tokens": max(longest, together), "max_model_len": longest, "block_size": 4}
@@ -172,7 +172,7 @@ def test_seeded_sampling_does_not_depend_on_method_or_k(small_case: Case) -> Non
 
 
 def test_rejection_accepts_what_the_target_itself_drafts(small_case: Case) -> None:
-    """With q = p every draft token stands: target and draft warp alike, and q crosses the buffer unharmed."""
+    """With q = p every draft token is accepted: both have the same distribution, and q crosses unchanged."""
     sampling = SamplingParams(temperature=0.9, top_p=0.9, max_tokens=16, stop_token_ids=(EOS,))
     submits = [Submit(request_id=str(i), prompt=tuple(p), sampling=sampling) for i, p in enumerate(small_case.prompts)]
     with LocalEngine(small_case.folder, draft_folder=small_case.folder, speculative={"k": 4}) as engine:

@@ -28,7 +28,8 @@ from transformers import AutoTokenizer
 
 from engine.checkpoint.store import resolve_model
 from engine.core.drafter import NoDrafter
-from engine.draft.first_of import ForcedDrafter
+from engine.draft.first_of import FirstOf
+from engine.draft.grammar import GrammarDrafter
 from engine.errors import InvalidRequest
 from engine.messages import GrammarKind, GrammarSpec, SamplingParams, Submit
 from engine.sampling.grammar import Grammars, Matcher, validate_grammar
@@ -138,7 +139,13 @@ def test_polling_compiles_aside_and_tells_a_refusal() -> None:
 def byte_engine(pacer: FixedPacer | RandomPacer, grammars: Grammars | None, **limits: int) -> ToyEngine:
     target = ToyModel(vocab_size=END + 1, order=1, num_blocks=200, block_size=8)
     return ToyEngine(
-        target, ForcedDrafter(NoDrafter()), pacer, num_blocks=200, max_model_len=400, grammars=grammars, **limits
+        target,
+        FirstOf(GrammarDrafter(), NoDrafter(), source="grammar"),
+        pacer,
+        num_blocks=200,
+        max_model_len=400,
+        grammars=grammars,
+        **limits,
     )
 
 

@@ -21,7 +21,8 @@ from statistic import joint_p_value, p_value
 from toy_requests import asked_again, submits_lists
 
 from engine.core.drafter import Drafter, NoDrafter
-from engine.draft.first_of import ForcedDrafter
+from engine.draft.first_of import FirstOf
+from engine.draft.grammar import GrammarDrafter
 from engine.draft.messages import decode_options, encode_options
 from engine.draft.ngram import NgramDrafter
 from engine.messages import GrammarSpec, SamplingParams, SpeculativeOptions, Submit
@@ -58,9 +59,9 @@ METHODS = ("none", "ngram", "draft_model", "draft_model_reduced", "draft_model_s
 
 def make_drafter(method: str, block_size: int = 4, sharpness: float = 1.5) -> Drafter:
     if method == "none":
-        return ForcedDrafter(NoDrafter())
+        return FirstOf(GrammarDrafter(), NoDrafter(), source="grammar")
     if method == "ngram":
-        return ForcedDrafter(NgramDrafter(min_size=1, max_size=3))
+        return FirstOf(GrammarDrafter(), NgramDrafter(min_size=1, max_size=3), source="grammar")
     if method == "draft_model_reduced":
         draft = ToyModel(
             vocab_size=VOCAB, columns=5, num_blocks=256, block_size=block_size, seed=3, sharpness=sharpness
@@ -73,7 +74,7 @@ def make_drafter(method: str, block_size: int = 4, sharpness: float = 1.5) -> Dr
         vocab_size=VOCAB, num_blocks=num_blocks, block_size=block_size, seed=3, blend=0.3, sharpness=sharpness
     )
     drafter: Drafter = toy_drafter(draft, num_blocks=num_blocks, max_request_tokens=120, spelling=SPELLING)
-    return ForcedDrafter(drafter) if method == "draft_model_small_pool" else drafter
+    return FirstOf(GrammarDrafter(), drafter, source="grammar") if method == "draft_model_small_pool" else drafter
 
 
 def neutral_or(value: Any, strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:

@@ -1,8 +1,8 @@
-"""The native forward against its slow twin and against itself.
+"""The native decoder against its slow twin and against itself.
 
-Promise: as close to float32 as PyTorch's bfloat16 is, for every family; and the same bits for a row whatever rows share
-its forward, however its tokens were cut and whatever the number of threads, so that verifying several drafted tokens at
-once gives exactly the logits of one at a time.
+Promise: as close to float32 as PyTorch's bfloat16, for every family. The bits of a row do not depend on the other rows
+of the forward, on chunks or on the number of threads, so verifying several drafted tokens at once gives exactly the
+logits of one at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,16 @@ import pytest
 import torch
 from msgspec.structs import replace
 from native_library import needs_library
-from tiny_models import FAMILIES, VOCAB, TextDelta, plan_of, random_cuts, reference_logits, run_cuts, write_model
+from tiny_models import (
+    FAMILIES,
+    VOCAB,
+    TokenRange,
+    forward_input_of,
+    random_cuts,
+    reference_logits,
+    run_cuts,
+    write_model,
+)
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -71,9 +80,9 @@ def test_a_row_does_not_depend_on_its_neighbours_cuts_or_threads(tmp_path: Path)
 
 
 @needs_library
-def test_yields_the_features_of_the_slow_twin(tmp_path: Path) -> None:
+def test_features_are_those_of_the_slow_twin(tmp_path: Path) -> None:
     folder = write_model(tmp_path, "llama", **SIZES)
-    forward_input = plan_of([TextDelta(range(30), 0, 30, [3, 1])], block_size=16)
+    forward_input = forward_input_of([TokenRange(range(30), 0, 30, [3, 1])], block_size=16)
     runner = native_runner(folder, feature_layers=(0, 2))
     slow = ModelRunner(
         load_model(folder, kernel="torch", dtype=torch.float32, feature_layers=(0, 2)), num_blocks=4, block_size=16
@@ -91,16 +100,16 @@ def test_yields_the_features_of_the_slow_twin(tmp_path: Path) -> None:
 @needs_library
 def test_no_logit_rows_gives_an_empty_result(tmp_path: Path) -> None:
     folder = write_model(tmp_path, "llama", **SIZES)
-    forward_input = plan_of([TextDelta([5, 6, 7], 0, 3, [0])], block_size=16)
+    forward_input = forward_input_of([TokenRange([5, 6, 7], 0, 3, [0])], block_size=16)
     logits = native_runner(folder).forward(replace(forward_input, logit_rows=forward_input.logit_rows[:0]))
     assert logits is not None
     assert logits.shape == (0, VOCAB)
 
 
 @needs_library
-def test_idle_helpers_take_no_core(tmp_path: Path) -> None:
+def test_idle_threads_use_no_cpu_time(tmp_path: Path) -> None:
     runner = native_runner(write_model(tmp_path, "llama", **SIZES), threads=4)
-    forward_input = plan_of([TextDelta([5, 6, 7], 0, 3, [0])], block_size=16)
+    forward_input = forward_input_of([TokenRange([5, 6, 7], 0, 3, [0])], block_size=16)
     for _ in range(3):  # also: they wake up again
         runner.forward(forward_input)
         time.sleep(0.1)
@@ -118,7 +127,7 @@ def test_idle_helpers_take_no_core(tmp_path: Path) -> None:
         ({**SIZES, "intermediate_size": 80}, {}, "intermediate_size is 80"),
     ],
 )
-def test_says_why_it_does_not_serve(
+def test_an_unsupported_model_or_machine_is_named(
     tmp_path: Path, sizes: dict[str, int], options: dict[str, object], reason: str
 ) -> None:
     folder = write_model(tmp_path, "llama", **sizes)
@@ -127,7 +136,7 @@ def test_says_why_it_does_not_serve(
     assert not isinstance(load_model(folder, **options), NativeDecoder)  # type: ignore[arg-type]
 
 
-def test_a_machine_without_a_compiler_is_served_by_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_compiler_uses_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)

@@ -1,6 +1,6 @@
-"""Logits against `transformers` in float32, for every family and every way in which rows can meet in one forward.
+"""Logits against `transformers` in float32, for every family and every mix of rows in one forward.
 
-Promise: within 1e-4, whether a prompt comes whole, in chunks, token by token, or as verify spans among other requests.
+Promise: within 1e-4, whether a prompt is computed at once, in chunks, token by token, or as verify spans of a batch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import FAMILIES, VOCAB, TextDelta, plan_of, random_cuts, reference_logits, run_cuts, write_model
+from tiny_models import (
+    FAMILIES,
+    VOCAB,
+    TokenRange,
+    forward_input_of,
+    random_cuts,
+    reference_logits,
+    run_cuts,
+    write_model,
+)
 
 from engine.checkpoint.store import resolve_model
 from engine.model.load import load_model
@@ -79,13 +88,13 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(tmp_path: Path) -> N
     assert (ours - exact).abs().mean() < 1.2 * their_error
 
 
-def test_features_are_the_outputs_of_the_layers_asked_for(tmp_path: Path) -> None:
+def test_features_are_the_outputs_of_the_feature_layers(tmp_path: Path) -> None:
     import transformers
 
     folder = write_model(tmp_path, "qwen3")
     prompt = prompts_of(random.Random(4), [25])[0]
     runner = ModelRunner(load_model(folder, dtype=torch.float32, feature_layers=(0, 1)), num_blocks=10, block_size=4)
-    runner.forward(plan_of([TextDelta(prompt, 0, 25, list(range(7)))], block_size=4))
+    runner.forward(forward_input_of([TokenRange(prompt, 0, 25, list(range(7)))], block_size=4))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
         hidden = model(torch.tensor([prompt]), output_hidden_states=True).hidden_states
@@ -94,14 +103,14 @@ def test_features_are_the_outputs_of_the_layers_asked_for(tmp_path: Path) -> Non
     assert torch.allclose(runner.features, expected, atol=TOLERANCE)
 
 
-def test_a_step_does_not_fault_its_memory_in_anew() -> None:
+def test_steps_reuse_their_memory() -> None:
     """Promise: steps of the same shape reuse memory; without that, this one takes over 70,000 page faults."""
     import resource
 
     model = load_model(resolve_model("smollm2", progress=False))
     runner = ModelRunner(model, num_blocks=420, block_size=16)
-    pieces = [TextDelta(range(401), 400, 401, range(26 * index, 26 * index + 26)) for index in range(16)]
-    forward_input = plan_of(pieces, block_size=16)
+    ranges = [TokenRange(range(401), 400, 401, range(26 * index, 26 * index + 26)) for index in range(16)]
+    forward_input = forward_input_of(ranges, block_size=16)
     for _ in range(3):
         runner.forward(forward_input)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -114,7 +123,7 @@ def test_no_logit_rows_gives_an_empty_result(tmp_path: Path) -> None:
     from msgspec.structs import replace
 
     folder = write_model(tmp_path, "llama")
-    forward_input = plan_of([TextDelta([5, 6, 7], 0, 3, [0])], block_size=4)
+    forward_input = forward_input_of([TokenRange([5, 6, 7], 0, 3, [0])], block_size=4)
     logits = ModelRunner(load_model(folder), num_blocks=2, block_size=4).forward(
         replace(forward_input, logit_rows=np.zeros(0, dtype=np.int32))
     )

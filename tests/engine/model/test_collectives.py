@@ -1,7 +1,7 @@
-"""Tensor parallelism by real processes over gloo: uneven shards are the whole model, a lost peer is an error.
+"""Tensor parallelism with real processes over gloo: shards together equal the whole model, a lost peer is an error.
 
-Promise: logits of 1, 2 and 3 shards agree within 1e-4 in float32, also where heads, inner units and vocabulary do not
-divide.
+Promise: logits of 1, 2 and 3 shards agree within 1e-4 in float32, also where heads, intermediate units and vocabulary
+are not divisible.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from shard_children import collective_values, logits_of_models, lose_a_peer, run_ranks
-from tiny_models import VOCAB, TextDelta, plan_of, write_model
+from tiny_models import VOCAB, TokenRange, forward_input_of, write_model
 
 from engine.checkpoint.store import resolve_model
 from engine.checkpoint.weights import ShardSpec
@@ -26,16 +26,16 @@ from engine.model.runner import ModelRunner
 BLOCK_SIZE = 8
 
 
-def plans_for(vocab: int) -> list[ForwardInput]:
-    """A prefill of two requests, then a decode beside a verify span."""
+def forward_inputs_for(vocab: int) -> list[ForwardInput]:
+    """A prefill of two requests, then a decode span and a verify span."""
     rng = random.Random(vocab)
     first, second = ([rng.randrange(vocab) for _ in range(40)] for _ in range(2))
     blocks = [[7, 3, 9, 1, 5], [0, 2, 4, 6, 8]]
     steps = [
-        [TextDelta(first, 0, 30, blocks[0]), TextDelta(second, 0, 12, blocks[1])],
-        [TextDelta(first, 30, 31, blocks[0]), TextDelta(second, 12, 18, blocks[1])],
+        [TokenRange(first, 0, 30, blocks[0]), TokenRange(second, 0, 12, blocks[1])],
+        [TokenRange(first, 30, 31, blocks[0]), TokenRange(second, 12, 18, blocks[1])],
     ]
-    return [plan_of(step, block_size=BLOCK_SIZE) for step in steps]
+    return [forward_input_of(step, block_size=BLOCK_SIZE) for step in steps]
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -46,8 +46,8 @@ def test_shards_together_are_the_whole_model(tmp_path: Path, size: int) -> None:
         write_model(tmp_path / "qwen2", "qwen2"),
         write_model(tmp_path / "qwen3", "qwen3"),
     ]
-    models = [(folder, plans_for(VOCAB), BLOCK_SIZE) for folder in folders]
-    models.append((resolve_model("smollm2", progress=False), plans_for(49152), BLOCK_SIZE))
+    models = [(folder, forward_inputs_for(VOCAB), BLOCK_SIZE) for folder in folders]
+    models.append((resolve_model("smollm2", progress=False), forward_inputs_for(49152), BLOCK_SIZE))
     results = run_ranks(logits_of_models, size, models)
     assert all(logits is None for rank in results[1:] for model in rank for logits in model)
     for (folder, forward_inputs, _), found in zip(models, results[0], strict=True):

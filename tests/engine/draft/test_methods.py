@@ -1,0 +1,88 @@
+"""The drafter that each setting gives, by what it drafts; and the adversarial drafter."""
+
+from __future__ import annotations
+
+import pytest
+from fakes import ToyModel, toy_drafter
+
+from engine.config import SpeculativeConfig
+from engine.core.drafter import NoDrafter
+from engine.core.request import Request
+from engine.core.step import Batch, Draft, DraftRow, Span
+from engine.draft.adversarial import WrongDrafter
+from engine.draft.methods import make_drafter
+from engine.messages import SamplingParams, Submit
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+VOCAB = 5
+REPEATING, NEW = [1, 2, 3, 1, 2], [4, 0, 1]
+"""The first text has a match for prompt lookup, the second has none."""
+
+
+def sources(config: SpeculativeConfig) -> list[str]:
+    """For both texts: which source drafted, or the reason for no draft."""
+    remote = toy_drafter(ToyModel(vocab_size=VOCAB)) if config.method in ("draft_model", "eagle") else None
+    drafter = make_drafter(config, remote, vocab_size=VOCAB)
+    spans = []
+    for key, tokens in enumerate((REPEATING, NEW)):
+        submit = Submit(request_id=str(key), prompt=tuple(tokens), sampling=SamplingParams(temperature=0.0))
+        request = Request(submit=submit, key=key, stream_key=0, tokens=list(tokens))
+        spans.append(Span(request, len(tokens) - 1, 1, 2, samples=True, reason="plan"))
+    rows = drafter.draft(Batch(1, tuple(spans), 0)).rows
+    return [row.source if row.token_ids else row.reason for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (SpeculativeConfig(method="none"), ["plan", "plan"]),
+        (SpeculativeConfig(method="ngram", ngram_min=2, ngram_max=3), ["method", "no_match"]),
+        (SpeculativeConfig(method="draft_model", draft="d", lookup=False), ["method", "method"]),
+        (SpeculativeConfig(method="draft_model", draft="d", lookup=True, ngram_min=2), ["lookup", "method"]),
+    ],
+    ids=["none", "ngram", "draft_model", "draft_model with lookup"],
+)
+def test_each_method_drafts_from_its_sources(config: SpeculativeConfig, expected: list[str]) -> None:
+    assert sources(config) == expected
+
+
+def test_wrong_drafts_wrap_the_method() -> None:
+    config = SpeculativeConfig(method="ngram", ngram_min=2, ngram_max=3)
+    texts = {}
+    for wrong in (False, True):
+        drafter = make_drafter(config.model_copy(update={"wrong_drafts": wrong}), None, vocab_size=VOCAB)
+        submit = Submit(request_id="0", prompt=tuple(REPEATING), sampling=SamplingParams(temperature=0.0))
+        request = Request(submit=submit, key=0, stream_key=0, tokens=list(REPEATING))
+        (row,) = drafter.draft(Batch(1, (Span(request, 4, 1, 2, samples=True, reason="plan"),), 0)).rows
+        texts[wrong] = row.token_ids
+    assert texts[False] == (3, 1)
+    assert texts[True] == (0, 3)
+
+
+class TwoRows(NoDrafter):
+    """Drafts fixed tokens for the first span and none for the second."""
+
+    def draft(self, batch: Batch) -> Draft:
+        return Draft(
+            (DraftRow(token_ids=(0, VOCAB - 1), confidences=(0.5, 0.5)), DraftRow(reason="memory")), draft_s=2.0
+        )
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB, 2])
+def test_every_adversarial_token_differs_and_is_in_the_vocabulary(vocab_size: int) -> None:
+    class Every(NoDrafter):
+        def draft(self, batch: Batch) -> Draft:
+            return Draft((DraftRow(token_ids=tuple(range(vocab_size))),))
+
+    (row,) = WrongDrafter(Every(), vocab_size).draft(Batch(1, (), 0)).rows
+    assert all(wrong != right for right, wrong in enumerate(row.token_ids))
+    assert all(0 <= token < vocab_size for token in row.token_ids)
+
+
+def test_an_adversarial_draft_keeps_costs_and_empty_rows() -> None:
+    draft = WrongDrafter(TwoRows(), VOCAB).draft(Batch(1, (), 0))
+    assert draft.rows == (
+        DraftRow(token_ids=(2, 1), confidences=(0.5, 0.5)),
+        DraftRow(reason="memory"),
+    )
+    assert draft.draft_s == 2.0

@@ -1,0 +1,111 @@
+"""The socket of rank 0: commands reach the engine, a slow replica blocks nobody, a dead one abandons its requests."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from buffer_children import eventually
+
+from engine.ipc.replica_socket import ShardSocket
+from engine.ipc.wire import HEADER, AbortCommand, DraftStatus, Event, SubmitCommand, decode_event, frame, frame_len
+from engine.messages import SamplingParams, Submit
+
+SUBMIT = Submit(request_id="r", prompt=(1, 2), sampling=SamplingParams())
+
+
+class Served:
+    """A socket with the calls it has made."""
+
+    def __init__(self) -> None:
+        self.submitted: list[Submit] = []
+        self.aborted: list[str] = []
+        self.abandoned = threading.Event()
+        self.socket = ShardSocket(submit=self.submitted.append, abort=self.aborted.append, abandon=self.abandoned.set)
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    made = Served()
+    yield made
+    made.socket.close()
+
+
+def connect(served: Served) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(10)
+    connection.connect(served.socket.path)
+    return connection
+
+
+def read_event(connection: socket.socket) -> Event:
+    header = connection.recv(HEADER.size, socket.MSG_WAITALL)
+    return decode_event(connection.recv(frame_len(header), socket.MSG_WAITALL))
+
+
+def test_commands_reach_the_engine_in_order(served: Served) -> None:
+    with connect(served) as replica:
+        replica.sendall(frame(SubmitCommand(submit=SUBMIT)) + frame(AbortCommand(request_id="r")))
+        assert eventually(lambda: served.aborted == ["r"], 10)
+        assert served.submitted == [SUBMIT]
+        assert not served.abandoned.is_set()
+    assert served.abandoned.wait(10)
+
+
+def test_only_processes_of_the_same_user_can_connect(served: Served) -> None:
+    assert stat.S_IMODE(os.stat(served.socket.path).st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(os.path.dirname(served.socket.path)).st_mode) == 0o700
+
+
+def test_a_second_replica_is_refused_and_no_file_is_left(served: Served) -> None:
+    folder = os.path.dirname(served.socket.path)
+    with connect(served):
+        assert eventually(lambda: not os.path.exists(folder), 10)
+        with pytest.raises(OSError, match="No such file"):
+            connect(served).close()
+
+
+def test_a_replica_that_reads_nothing_never_blocks_the_sender(served: Served) -> None:
+    events = [DraftStatus(up=bool(number % 2), reason=str(number) * 10_000) for number in range(200)]
+    with connect(served) as replica:
+        replica.sendall(frame(AbortCommand(request_id="r")))
+        assert eventually(lambda: bool(served.aborted), 10)
+        start = time.monotonic()
+        for event in events:
+            served.socket.send(event)
+        assert time.monotonic() - start < 5
+        assert [read_event(replica) for _ in events] == events
+
+
+def test_nonsense_ends_the_connection(served: Served) -> None:
+    with connect(served) as replica:
+        replica.sendall(HEADER.pack(3) + b"\xc1\xc1\xc1")
+        assert served.abandoned.wait(10)
+        assert replica.recv(1) == b""
+
+
+def test_close_sends_what_is_queued_first(served: Served) -> None:
+    event = DraftStatus(up=True, reason="x" * 1_000_000)
+    with connect(served) as replica:
+        replica.sendall(frame(AbortCommand(request_id="r")))
+        assert eventually(lambda: bool(served.aborted), 10)
+        served.socket.send(event)
+        served.socket.close()
+        assert read_event(replica) == event
+        assert replica.recv(1) == b""
+
+
+def test_events_without_a_replica_are_dropped(served: Served) -> None:
+    served.socket.send(DraftStatus(up=True, reason="early"))
+    time.sleep(0.05)
+    with connect(served) as replica:
+        replica.sendall(frame(AbortCommand(request_id="r")))
+        assert eventually(lambda: bool(served.aborted), 10)
+        late = DraftStatus(up=False, reason="late")
+        served.socket.send(late)
+        assert read_event(replica) == late
