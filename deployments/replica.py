@@ -80,7 +80,7 @@ class Replica:
             max_prompt_tokens=settings.max_prompt_tokens,
         )
         self._api = ApiDependencies(
-            client_provider=lambda: self._observer.engine,
+            engine=self._observer.engine,
             codec=self._codec,
             model_name=settings.served_name,
             created=self._created,

@@ -88,7 +88,7 @@ def _dependencies(request: Request) -> ApiDependencies:
 async def _health(request: Request) -> Response:
     try:
         dependencies = _dependencies(request)
-        health = drained(await dependencies.client_provider().health(), dependencies.admission)
+        health = drained(await dependencies.engine.health(), dependencies.admission)
     except EngineError as error:
         health = Health(status="dead", reason=str(error), draft="unknown")
     report = HealthReport(health.status, health.reason, health.draft)
