@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from ray import serve
 
 from deployments.cluster.drafts import check_draft_vocabulary, with_draft
-from deployments.cluster.engine_group import EngineGroup
+from deployments.cluster.engine_group import engine_group_on_ray
 from deployments.cluster.failover import ContinuedEngine
 from deployments.http.access import Access
 from deployments.http.admin import AdminDependencies, add_admin_routes, admin_key
@@ -48,7 +48,7 @@ class Replica:
         self._codec = TextCodec.from_folder(folder)
         self._created = int(time.time())
         context = serve.get_replica_context()
-        self._group = EngineGroup(
+        self._group = engine_group_on_ray(
             self._settings,
             folder=folder,
             draft_folder=draft_folder,
@@ -92,13 +92,15 @@ class Replica:
         self._apply(self._live)
         admin = AdminDependencies(
             key=admin_key(),
-            plan=self._group.plan,
-            override=self._group.override,
+            plan=self._group.controller.plan,
+            override=self._group.controller.override,
             max_k=settings.engine.speculative.k,
             find=self._observer.engine.find,
         )
         add_admin_routes(app, admin)
-        add_ui_routes(app, model_name=settings.served_name, history=self._group.history, health=self._group.health)
+        add_ui_routes(
+            app, model_name=settings.served_name, history=self._group.controller.history, health=self._group.health
+        )
         if settings.direct_port is not None:
             self._direct = DirectHttp(app, host=settings.direct_host, port=settings.direct_port)
             self._direct.open()
@@ -117,7 +119,7 @@ class Replica:
         self._live = live
         self._apply(live)
         if live.pace():
-            await self._group.override(live.pace())
+            await self._group.controller.override(live.pace())
 
     def _apply(self, live: LiveSettings) -> None:
         settings = self._settings
