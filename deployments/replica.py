@@ -1,7 +1,7 @@
-"""The Serve replica: one HTTP process with one engine group behind it. CPU only.
+"""The Serve replica: one HTTP process with one engine group behind it. Uses no GPU.
 
-Owns nothing but the joining: model folder -> tokenizer -> engine group -> API. Serve decides when it lives and asks
-whether it is well. Knows no protocol detail and no step.
+Owns the wiring only: model folder -> tokenizer -> engine group -> HTTP application. Serve starts it, stops it and
+checks its health. Knows no detail of the protocol and no step of the engine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Replica:
     """Serves one model.
 
     Args:
-        settings: of the app, as plain values, device resolved.
+        settings: `AppSettings` as plain values, with `device` resolved.
     """
 
     async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
@@ -71,7 +71,7 @@ class Replica:
         self._observer.start(asyncio.get_running_loop(), node_ip=ray.util.get_node_ip_address())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Serve mounts what this returns, once the replica is up."""
+        """The application that Serve mounts once the replica is up."""
         settings = self._settings
         limits = ApiLimits(
             max_model_len=self._ready.max_model_len,
@@ -107,10 +107,10 @@ class Replica:
         return app
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Called by Serve with what stands under `user_config:`, at the start and when only that has changed.
+        """Called by Serve with the values under `user_config:`, at the start and when only these have changed.
 
         Raises:
-            ConfigError: naming the field; the deployment says so and nothing has changed.
+            ConfigError: a value is wrong; nothing has changed, and the deployment's status shows the message.
         """
         live = LiveSettings.parse(user_config)
         check_live(live, self._settings)
@@ -130,18 +130,18 @@ class Replica:
             attach(self._app, self._api)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Called by Serve every few seconds; its autoscaling policy reads what this returns."""
-        reading = await self._group.replica_load()
-        return reading.as_numbers() if reading is not None else {}
+        """Called by Serve every few seconds. The autoscaling policy reads the result."""
+        load = await self._group.replica_load()
+        return load.as_numbers() if load is not None else {}
 
     async def check_health(self) -> None:
-        """Called by Serve; raising a few times in a row has the replica replaced."""
+        """Called by Serve. A replica whose check raises three times in a row is replaced."""
         health = await self._group.health()
         if health.status == "dead":
             raise EngineUnavailable(health.reason)
 
     async def __del__(self) -> None:
-        """Called by Serve when the replica stops."""
+        """Called by Serve when the replica stops. Parts that were never created are skipped."""
         if hasattr(self, "_direct"):
             await self._direct.close()
         if hasattr(self, "_observer"):
