@@ -1,6 +1,6 @@
-"""Builds the Serve application: what `import_path: deployments.app:build` in a YAML file names.
+"""Builds the Serve application that `import_path: deployments.app:build` names in a YAML file.
 
-Owns the way from settings to deployment options. Runs once per `serve deploy`, on the cluster.
+Owns the mapping from settings to deployment options. Runs once per `serve deploy`, on the cluster.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from engine.config import EngineConfig
 
 HEALTH_PERIOD_S = 5.0
 MAX_ONGOING_REQUESTS = 100_000
-"""Admission is ours (429 with Retry-After); Serve must never queue or refuse before it."""
+"""Serve never queues or refuses a request, because `http.admission` does (429 with Retry-After)."""
 
 
 def build(args: dict[str, Any]) -> Application:
     """The application for the `args:` of a YAML file.
 
     Raises:
-        ConfigError: naming each bad field.
+        ConfigError: a setting is wrong; the message names it.
     """
     settings = with_device(AppSettings.parse(args))
     deployment = serve.deployment(serve.ingress()(Replica)).options(
@@ -44,7 +44,7 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def _replicas(settings: AppSettings) -> dict[str, Any]:
-    """Serve's options for the number of replicas."""
+    """Serve's deployment options for the number of replicas."""
     chosen = settings.autoscaling
     if chosen is None:
         return {"num_replicas": settings.num_replicas}
@@ -60,7 +60,7 @@ def _replicas(settings: AppSettings) -> dict[str, Any]:
 
 
 def with_device(settings: AppSettings) -> AppSettings:
-    """`auto` becomes cuda when the cluster has a GPU for every shard, else cpu."""
+    """The settings with device `auto` replaced: cuda if the cluster has a GPU for every shard, else cpu."""
     engine = settings.engine
     if engine.device != "auto":
         return settings

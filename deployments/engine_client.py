@@ -1,7 +1,7 @@
-"""What the HTTP layer asks of an engine, wherever the engine runs.
+"""The interface between the HTTP layer and an engine, wherever the engine runs.
 
-Owns the protocol between a replica's HTTP side and its engine, and the shape of a health report. Does not know
-sockets, actors or text: token ids go in, deltas come out.
+Owns the protocol `EngineClient` and the health report. Knows no sockets, actors or text: token ids go in, deltas come
+out.
 """
 
 from __future__ import annotations
@@ -17,20 +17,26 @@ HealthStatus = Literal["ok", "starting", "degraded", "restarting", "draining", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """How the engine is.
+    """State of an engine.
 
-    `degraded` still serves (say, without its draft); `restarting` accepts requests, which wait until a new engine is
-    there; `draining` finishes what runs, and `drained` has; `starting` and `dead` do neither.
+    ok           serves
+    degraded     serves, but a part is missing, such as the draft
+    restarting   accepts requests, which wait for the next engine
+    draining     finishes the running requests and accepts no more
+    drained      has finished them
+    starting     accepts no requests yet
+    dead         accepts no requests any more
     """
 
     status: HealthStatus
     reason: str = ""
-    """Why it is not `ok`, for a person."""
+    """Why the status is not `ok`, for a person."""
     draft: str = "none"
-    """State of the draft, in the engine's own words."""
+    """State of the draft: `none`, `up`, or `down` with the reason."""
 
     @property
     def is_serving(self) -> bool:
+        """Whether requests are answered now."""
         return self.status in ("ok", "degraded")
 
 
@@ -40,17 +46,18 @@ class EngineClient(Protocol):
     def generate(self, submit: Submit) -> AsyncGenerator[Delta, None]:
         """Run one request; an async generator function.
 
-        Yields a Delta per step that emitted tokens for it, the last with `finish_reason`. Closing the generator
-        early, or cancelling the task that waits on it, aborts the request in the engine at once.
+        Yields a Delta per step that emitted tokens for it. The last one has `finish_reason` `stop` or `length`; every
+        other end is an exception. Closing the generator early, or cancelling the task that waits on it, aborts the
+        request in the engine at once.
 
         Raises:
-            QueueFull: admission control refused it.
-            InvalidRequest: the engine found a bad value that the HTTP layer cannot see.
-            EngineUnavailable: starting, draining or dead.
-            EngineError: anything else that ended it.
+            InvalidRequest: the engine refuses a value that the HTTP layer cannot check, such as a grammar. `field` is
+                the engine's name of it.
+            EngineUnavailable: the engine is starting, draining or dead.
+            EngineError: any other error that ended the request.
         """
         ...
 
     async def health(self) -> Health:
-        """How the engine is now. Answers at once, also when the engine hangs."""
+        """The state of the engine. Returns at once, even if the engine hangs."""
         ...

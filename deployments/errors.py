@@ -1,7 +1,7 @@
-"""Errors on their way to a client: one table from exception to HTTP status and OpenAI's error body.
+"""Errors of a request: from the engine's delta to an exception, and from an exception to an HTTP response.
 
-Owns the table, the few errors that only HTTP knows, and the naming of a bad field. Does not know routes or the engine.
-An exception that is not in the table answers 500 and says nothing of what is inside.
+Owns both tables, the errors that only HTTP has, and the name of a bad field. Does not know routes.
+An exception that is not in the table becomes HTTP 500 with a fixed message, so no internal detail reaches a client.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from engine.errors import (
     RequestError,
     ShardDown,
 )
+from engine.messages import Delta
 
 UNAVAILABLE_RETRY_S = 5
-"""Seconds after which a client may ask again while the engine starts or is replaced."""
+"""Value of Retry-After in seconds while the engine starts or is replaced."""
 
 
 class ModelNotFound(InvalidRequest):
-    """No model of that name is served here."""
+    """The server does not serve a model of this name."""
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """The prompt leaves no room in the context."""
+    """The prompt and the requested tokens do not fit into the context."""
 
 
 class BodyTooLarge(RequestError):
-    """The body is over the configured limit."""
+    """The body is larger than `max_body_bytes`."""
 
 
 class BodyTooSlow(RequestError):
@@ -45,15 +46,15 @@ class BodyTooSlow(RequestError):
 
 
 class UnsupportedMediaType(RequestError):
-    """The body is said to be something other than JSON."""
+    """The content type is not JSON."""
 
 
 class RateLimited(QueueFull):
-    """The client has used up what its key allows for now."""
+    """The client reached a limit of its API key."""
 
 
 class DeadlineExceeded(RequestError):
-    """The answer was not complete within the time the client or the server allows."""
+    """The response was not complete within the timeout of the request or of the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class HttpError:
 
     status: int
     body: bytes
-    """JSON."""
+    """The error as JSON."""
     headers: Mapping[str, str]
 
     def response(self) -> Response:
@@ -106,7 +107,7 @@ class HttpError:
 
 
 def to_http(error: Exception) -> HttpError:
-    """Status, headers and body for an exception; the nearest class in the table decides."""
+    """Status, headers and body for an exception, by its nearest base class in the table."""
     kind = next((_KINDS[cls] for cls in type(error).__mro__ if cls in _KINDS), _UNEXPECTED)
     message = str(error) if isinstance(error, PacelineError) and kind is not _UNEXPECTED else "Internal server error"
     field = error.field if isinstance(error, InvalidRequest) else None
@@ -119,7 +120,7 @@ def to_http(error: Exception) -> HttpError:
 
 
 def routing_error(status: int, method: str, path: str, headers: Mapping[str, str] | None) -> HttpError:
-    """A request that matches no route (404) or not by this method (405)."""
+    """The response to a request whose path (404) or method (405) matches no route."""
     if status == 404:
         message, code = f"Unknown route: {method} {path}", "unknown_route"
     elif status == 405:
@@ -129,17 +130,25 @@ def routing_error(status: int, method: str, path: str, headers: Mapping[str, str
     return HttpError(status, encode_error(message, "invalid_request_error", None, code), dict(headers or {}))
 
 
+def failure_of(delta: Delta) -> PacelineError:
+    """The exception for a delta whose finish_reason is `error`. The field keeps the engine's name for it."""
+    if delta.error_kind == "invalid_request":
+        return InvalidRequest(delta.error or "The engine refused this request", field=delta.error_field)
+    return EngineError(delta.error or "The engine could not finish this request")
+
+
 def encode_error(message: str, kind: str, param: str | None, code: str | None) -> bytes:
+    """The JSON body of an error, in the OpenAI form."""
     return msgspec.json.encode(ErrorEnvelope(ErrorBody(message, kind, param, code)))
 
 
 def from_validation(details: Sequence[Mapping[str, Any]]) -> InvalidRequest:
-    """The first of a body's validation errors, as an error that names its field."""
+    """The first validation error of a body, as an InvalidRequest with the name of the field."""
     first = details[0]
     if first["type"] == "json_invalid":
         return InvalidRequest(f"The body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
     context = first.get("ctx", {})
-    named = context.get("field")  # Below `loc`, where the fault only shows when several fields are seen together.
+    named = context.get("field")  # Set by validators that compare several fields of the model at `loc`.
     field = _field_name((*first["loc"], named) if named else first["loc"])
     if field is None:
         return InvalidRequest("The body must be a JSON object")
@@ -164,7 +173,7 @@ def _field_name(loc: tuple[int | str, ...]) -> str | None:
 
 
 def _shorten(value: Any, limit: int = 80) -> str:
-    """At most `limit` characters of a client's own value; never a copy of a whole prompt."""
+    """At most `limit` characters of the client's value, so that a message never repeats a whole prompt."""
     if isinstance(value, str | list | dict) and len(value) > limit:
         return f"{type(value).__name__} of length {len(value)}"
     try:

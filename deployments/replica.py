@@ -1,7 +1,7 @@
-"""The Serve replica: one HTTP process with one engine group behind it. CPU only.
+"""The Serve replica: one HTTP process with one engine group behind it. Uses no GPU.
 
-Owns nothing but the joining: model folder -> tokenizer -> engine group -> API. Serve decides when it lives and asks
-whether it is well. Knows no protocol detail and no step.
+Owns the wiring only: model folder -> tokenizer -> engine group -> HTTP application. Serve starts it, stops it and
+checks its health. Knows no detail of the protocol and no step of the engine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from ray import serve
 
 from deployments.cluster.drafts import check_draft_vocabulary, with_draft
-from deployments.cluster.engine_group import EngineGroup
+from deployments.cluster.engine_group import engine_group_on_ray
 from deployments.cluster.failover import ContinuedEngine
 from deployments.http.access import Access
 from deployments.http.admin import AdminDependencies, add_admin_routes, admin_key
@@ -36,7 +36,7 @@ class Replica:
     """Serves one model.
 
     Args:
-        settings: of the app, as plain values, device resolved.
+        settings: `AppSettings` as plain values, with `device` resolved.
     """
 
     async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
@@ -48,7 +48,7 @@ class Replica:
         self._codec = TextCodec.from_folder(folder)
         self._created = int(time.time())
         context = serve.get_replica_context()
-        self._group = EngineGroup(
+        self._group = engine_group_on_ray(
             self._settings,
             folder=folder,
             draft_folder=draft_folder,
@@ -71,7 +71,7 @@ class Replica:
         self._observer.start(asyncio.get_running_loop(), node_ip=ray.util.get_node_ip_address())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Serve mounts what this returns, once the replica is up."""
+        """The application that Serve mounts once the replica is up."""
         settings = self._settings
         limits = ApiLimits(
             max_model_len=self._ready.max_model_len,
@@ -80,7 +80,7 @@ class Replica:
             max_prompt_tokens=settings.max_prompt_tokens,
         )
         self._api = ApiDependencies(
-            client_provider=lambda: self._observer.engine,
+            engine=self._observer.engine,
             codec=self._codec,
             model_name=settings.served_name,
             created=self._created,
@@ -92,23 +92,25 @@ class Replica:
         self._apply(self._live)
         admin = AdminDependencies(
             key=admin_key(),
-            plan=self._group.plan,
-            override=self._group.override,
+            plan=self._group.controller.plan,
+            override=self._group.controller.override,
             max_k=settings.engine.speculative.k,
             find=self._observer.engine.find,
         )
         add_admin_routes(app, admin)
-        add_ui_routes(app, model_name=settings.served_name, history=self._group.history, health=self._group.health)
+        add_ui_routes(
+            app, model_name=settings.served_name, history=self._group.controller.history, health=self._group.health
+        )
         if settings.direct_port is not None:
             self._direct = DirectHttp(app, host=settings.direct_host, port=settings.direct_port)
             self._direct.open()
         return app
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Called by Serve with what stands under `user_config:`, at the start and when only that has changed.
+        """Called by Serve with the values under `user_config:`, at the start and when only these have changed.
 
         Raises:
-            ConfigError: naming the field; the deployment says so and nothing has changed.
+            ConfigError: a value is wrong; nothing has changed, and the deployment's status shows the message.
         """
         live = LiveSettings.parse(user_config)
         check_live(live, self._settings)
@@ -117,7 +119,7 @@ class Replica:
         self._live = live
         self._apply(live)
         if live.pace():
-            await self._group.override(live.pace())
+            await self._group.controller.override(live.pace())
 
     def _apply(self, live: LiveSettings) -> None:
         settings = self._settings
@@ -128,18 +130,18 @@ class Replica:
             attach(self._app, self._api)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Called by Serve every few seconds; its autoscaling policy reads what this returns."""
-        reading = await self._group.replica_load()
-        return reading.as_numbers() if reading is not None else {}
+        """Called by Serve every few seconds. The autoscaling policy reads the result."""
+        load = await self._group.replica_load()
+        return load.as_numbers() if load is not None else {}
 
     async def check_health(self) -> None:
-        """Called by Serve; raising a few times in a row has the replica replaced."""
+        """Called by Serve. A replica whose check raises three times in a row is replaced."""
         health = await self._group.health()
         if health.status == "dead":
             raise EngineUnavailable(health.reason)
 
     async def __del__(self) -> None:
-        """Called by Serve when the replica stops."""
+        """Called by Serve when the replica stops. Parts that were never created are skipped."""
         if hasattr(self, "_direct"):
             await self._direct.close()
         if hasattr(self, "_observer"):

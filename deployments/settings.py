@@ -1,7 +1,7 @@
-"""What an operator writes under `args:` in the deployment's YAML: the engine's settings and those of serving it.
+"""The settings under `args:` and `user_config:` of a deployment's YAML file.
 
-Owns names, defaults and bounds; an unknown key or a bad value is a ConfigError naming the field. The same class checks
-every YAML file in this folder, the command line and a running deployment.
+Owns names, defaults and bounds. An unknown key or a bad value is a ConfigError that names the field. The same classes
+check the YAML files of this folder, the command line and a running deployment.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from engine.errors import ConfigError
 
 
 class AutoscalingSettings(Settings):
-    """How many replicas, by the time per output token; `autoscale.replicas.decision` says how."""
+    """Number of replicas by time per output token. The method is in `autoscale.replicas.decision`."""
 
     min_replicas: Annotated[int, Field(ge=1, le=1000)] = 1
+    """Smallest number of replicas."""
     max_replicas: Annotated[int, Field(ge=1, le=1000)] = 4
+    """Largest number of replicas."""
     tpot_s: Annotated[float, Field(gt=0, le=10)] = 0.025
-    """Objective: seconds per output token of a request."""
+    """Objective: time per output token of a request, in seconds."""
     upscale_delay_s: Annotated[float, Field(ge=0)] = 15.0
-    """How long more replicas must be wanted before they start."""
+    """Seconds for which more replicas must be wanted before they start."""
     downscale_delay_s: Annotated[float, Field(ge=0)] = 300.0
-    """How long fewer must suffice before one goes."""
+    """Seconds for which fewer replicas must suffice before one stops."""
     look_back_s: Annotated[float, Field(gt=0)] = 15.0
-    """Over so long what replicas say is averaged."""
+    """Seconds over which the load reports of the replicas are averaged."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -36,62 +38,63 @@ class AutoscalingSettings(Settings):
 
 
 class AppSettings(Settings):
-    """One application: a model, its engine, and how many replicas serve it."""
+    """One application: a model, its engine, and the number of its replicas."""
 
     engine: EngineConfig
+    """Settings of the engine."""
     model_name: str | None = None
-    """Name clients send as `model`; default: `engine.model`, or its last path component."""
+    """Name that clients send as `model`. Default: the last path component of `engine.model`."""
     num_replicas: Annotated[int, Field(ge=1, le=1000)] = 1
-    """Engine groups, each with its own shards and draft."""
+    """Number of replicas. Each has its own target shards and draft."""
     autoscaling: AutoscalingSettings | None = None
-    """Let the load decide on the number of replicas; `num_replicas` is then not given."""
+    """Autoscaling of the replicas. Excludes `num_replicas`."""
     api_keys_file: str | None = None
-    """Key file as `paceline key` writes it; keys may also come from $PACELINE_API_KEYS. Without any, the server answers
-    on loopback only."""
+    """Key file as `paceline key` writes it. Keys may also come from $PACELINE_API_KEYS. Without keys the server accepts
+    requests from loopback only."""
     cors_origins: tuple[Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")], ...] = ()
-    """Web pages of these origins may call the server from a browser, such as https://app.example; `*` is all."""
+    """Origins of web pages that may call the server from a browser, such as https://app.example. `*` allows all."""
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 << 20
-    """Largest request body."""
+    """Largest request body, in bytes."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Longest prompt; default: what the context leaves."""
+    """Longest prompt, in tokens. Default: the context length."""
     request_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 3600.0
-    """Longest time that an answer may take; requests may ask for less."""
+    """Longest time that a response may take, in seconds. A request may ask for less."""
     direct_host: str = "127.0.0.1"
-    """Address of `direct_port`."""
+    """Address on which `direct_port` listens."""
     direct_port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    """Let each replica listen on this port itself, past Serve's proxy, which costs more than the rest of the way.
-    Replicas of one machine share the port; while the only one is being replaced nobody listens."""
+    """Port on which each replica also listens itself. This avoids the cost of Serve's proxy. Replicas of one node share
+    the port. While the only replica of a node is being replaced, nothing listens there."""
     cpus_per_shard: Annotated[float, Field(ge=0)] = 0.0
-    """CPUs that Ray reserves for each shard when the device is cpu; 0 lets it fit on any machine."""
+    """CPUs that Ray reserves for each shard when the device is cpu. 0 reserves none."""
     draft_gpu_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Share of GPU 0 that Ray books for the draft; the memory cap is engine.speculative.memory_fraction."""
+    """Share of GPU 0 that Ray reserves for the draft. engine.speculative.memory_fraction bounds its memory."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Deadline for weights and caches of all shards."""
+    """Seconds in which all shards must have loaded their weights and allocated their caches."""
     hang_timeout_s: Annotated[float, Field(ge=1)] = 60.0
-    """A target whose loop has not turned for so long counts as hung and is replaced; longer than its longest step."""
+    """Seconds without a turn of the step loop after which the target is replaced. Must exceed the longest step."""
     resume_timeout_s: Annotated[float, Field(ge=0)] = 120.0
-    """How long a request may wait for a new engine after its own went away."""
+    """Seconds that a request waits for a new engine after its own failed."""
     drain_timeout_s: Annotated[float, Field(ge=0)] = 120.0
-    """How long requests in flight may take to finish when a replica stops."""
+    """Seconds that requests in flight have to finish when a replica stops."""
 
     metrics_host: str = "127.0.0.1"
-    """Address on which each replica exposes its metrics; another one lets Prometheus come from another machine."""
+    """Address on which each replica exposes its metrics. The default accepts scrapes from its own node only."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port of it; 0 takes a free one, which is needed where a machine has several replicas."""
+    """Port of the metrics. 0 takes a free port, which a node with several replicas needs."""
     metrics_dir: str | None = None
-    """Folder of target files for Prometheus; default: $PACELINE_METRICS_DIR, else metrics-targets in the cache."""
+    """Folder of target files for Prometheus. Default: $PACELINE_METRICS_DIR, else metrics-targets in the cache."""
     log_format: Literal["text", "json"] = "text"
-    """How the replica's log lines are written; `json` also writes one line per request, with its id."""
+    """Format of the replica's log lines. `json` also writes one line per request, with its id."""
     trace_file: str | None = None
-    """Write an OpenTelemetry trace of every request to this file, one JSON object per span."""
+    """File that receives an OpenTelemetry trace of every request, one JSON object per span."""
     trace_endpoint: str | None = None
-    """Send traces to this OTLP/HTTP endpoint; needs opentelemetry-exporter-otlp-proto-http."""
+    """OTLP/HTTP endpoint that receives the traces. Needs opentelemetry-exporter-otlp-proto-http."""
     num_timelines: Annotated[int, Field(ge=0, le=100_000)] = 256
-    """Last requests whose timeline /debug/requests shows."""
+    """Number of recent requests whose timeline /debug/requests shows."""
 
     @property
     def capacity(self) -> int:
-        """Answers in flight in one replica, running and waiting."""
+        """Largest number of choices in flight in one replica, running and waiting."""
         return self.engine.max_num_requests + self.engine.max_num_waiting
 
     @model_validator(mode="after")
@@ -102,40 +105,45 @@ class AppSettings(Settings):
 
     @property
     def most_replicas(self) -> int:
-        """That can run at once."""
+        """Largest number of replicas that can run at once."""
         return self.autoscaling.max_replicas if self.autoscaling is not None else self.num_replicas
 
     @property
     def served_name(self) -> str:
+        """Name that clients send as `model`."""
         return self.model_name or self.engine.model.rstrip("/").rsplit("/", 1)[-1]
 
 
 class LiveSettings(Settings):
-    """What an operator writes under `user_config:` of the deployment `Replica`: changed without a restart.
+    """The settings under `user_config:` of the deployment `Replica`, which change without a restart.
 
-    `serve deploy` hands it to the running replicas; what is left out is as it was at the start.
+    `serve deploy` sends them to the running replicas. A setting that is left out keeps its value from the start.
     """
 
     policy: PolicyName | None = None
-    """Of the pace, as the other three; see engine.speculative."""
+    """Policy that chooses K; see engine.speculative.policy."""
     max_k: Annotated[int, Field(ge=0, le=MAX_K)] | None = None
+    """Largest K, at most engine.speculative.k."""
     max_batch: Annotated[int, Field(ge=1)] | None = None
+    """Policy `threshold`: number of decoding requests from which on nothing is drafted."""
     enabled: bool | None = None
+    """false turns drafting off under every policy."""
     max_in_flight: Annotated[int, Field(ge=1)] | None = None
-    """Answers in flight in one replica, at most engine.max_num_requests + engine.max_num_waiting."""
+    """Largest number of choices in flight in one replica, at most engine.max_num_requests + engine.max_num_waiting."""
     request_timeout_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
+    """Longest time that a response may take, in seconds."""
     accepts_requests: bool = True
-    """false drains: what runs goes on, new requests hear 503 with Retry-After."""
+    """false drains the replica: running requests go on, new ones get 503 with Retry-After."""
     keys_version: int = 0
-    """Any other number has the key file read again."""
+    """A changed number makes the replica read the key file again."""
 
     def pace(self) -> dict[str, Any]:
-        """Changes of the plan."""
+        """The changes of the speculation plan, by field of SpeculationPlan."""
         return self.model_dump(include={"policy", "max_k", "max_batch", "enabled"}, exclude_none=True)
 
 
 def check_live(live: LiveSettings, settings: AppSettings) -> None:
-    """Raises ConfigError where live settings ask for more than the engine was started with."""
+    """Raises ConfigError if live settings exceed what the engine was started with."""
     if live.max_k is not None and live.max_k > settings.engine.speculative.k:
         raise ConfigError(
             f"max_k: {live.max_k} given; allowed are 0 to {settings.engine.speculative.k}, the engine's speculative.k"

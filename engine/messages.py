@@ -12,6 +12,9 @@ from msgspec import Struct
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+ErrorKind = Literal["invalid_request", "internal"]
+"""Cause of an error: a value in the request that the engine refuses, or a fault of the engine."""
+
 EmittedKind = Literal["accepted", "recovered", "bonus", "plain"]
 """Origin of a token: of the draft, or of the target after a rejection, after a whole accepted draft, or without one."""
 
@@ -146,3 +149,7 @@ class Delta(Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """Of `token_ids`, so many from the front are accepted draft tokens."""
     last: EmittedKind | None = None
     """Origin of the token after them; None where the answer ended before it."""
+    error_kind: ErrorKind | None = None
+    """Set when finish_reason is `error`: the cause. None counts as `internal`."""
+    error_field: str | None = None
+    """Set when error_kind is `invalid_request`: the field of SamplingParams that was refused, where it is known."""

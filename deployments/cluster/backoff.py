@@ -1,36 +1,36 @@
-"""How long to wait before the next attempt to replace what keeps failing.
+"""The pauses between attempts to restart a process that keeps failing.
 
-Owns the series of pauses: none before the first attempt, then growing, until something has lived long enough to count
-as well. Knows no clock.
+Owns the series of pauses: none before the first restart, then growing, until a process has run long enough to start the
+series anew. Knows no clock.
 """
 
 from __future__ import annotations
 
 STEADY_S = 60.0
-"""What lived this long was not part of a series of failures."""
+"""A process that ran this many seconds ends a series of failures."""
 
 
 class Backoff:
-    """Pauses of 0, first, 2 first, 4 first ... longest seconds.
+    """Pauses of 0, first_s, 2 first_s, 4 first_s, ... seconds, at most longest_s.
 
     Args:
-        first_s: the second pause.
-        longest_s: the longest one.
+        first_s: pause before the second restart of a series, in seconds.
+        longest_s: upper bound of a pause, in seconds.
     """
 
     def __init__(self, *, first_s: float, longest_s: float) -> None:
         self._first_s = first_s
         self._longest_s = longest_s
         self.num_failures = 0
-        """Attempts since the last steady life."""
+        """Number of failures in the current series."""
 
     def lived(self, seconds: float) -> None:
-        """The last one lived for so long before it failed."""
+        """Record how long the process ran before it failed. STEADY_S or more starts a new series."""
         if seconds >= STEADY_S:
             self.num_failures = 0
 
     def next_pause_s(self) -> float:
-        """Seconds to wait before the attempt that follows."""
+        """Count a failure and return the seconds to wait before the restart."""
         self.num_failures += 1
         if self.num_failures == 1:
             return 0.0

@@ -1,121 +1,112 @@
-"""Keeps one draft alive beside its target: makes it, exchanges handles, replaces it when it dies or hangs.
+"""Keeps one draft running for its target: starts it, exchanges buffer handles, replaces it when it dies or hangs.
 
-Owns the draft's actor, its epoch and the pause between attempts. The target serves at K = 0 in the meantime, so nothing
-here is ever in a hurry that costs a request.
+Owns the draft's actor, its epoch and the pauses between restarts. The target serves at K = 0 in the meantime, so no
+request waits for a draft. Does not know where the actor is placed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import ray
 
-from deployments.cluster.actors import DraftActor, actor
-from engine.config import EngineConfig
+from deployments.cluster.backoff import Backoff
 from engine.draft.messages import DraftInfo
 from engine.metrics.counters import MetricSnapshot
 
-FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 60.0
-STEADY_S = 60.0
-"""A draft that lived this long was not part of a series of failures."""
-OPEN_TIMEOUT_S = 30.0
+ATTACH_TIMEOUT_S = 30.0
 _log = logging.getLogger(__name__)
 
 
 class DraftSupervisor:
-    """Made once per engine group.
+    """Created once per target. Call `bring_up`, then run `supervise` as a task.
 
     Args:
-        engine: settings.
-        shard: actor of shard 0.
-        folder, target_folder: model folders.
-        node_id: of this machine.
-        options: Ray options of the draft's actor.
+        rank0: actor of the target's shard 0.
+        make: starts the actor of a draft and returns its handle.
+        kill: ends an actor.
+        backoff: pauses before restarts.
     """
 
     def __init__(
         self,
-        engine: EngineConfig,
+        rank0: Any,
+        make: Callable[[], Any],
         *,
-        shard: Any,
-        folder: Path,
-        target_folder: Path,
-        node_id: str,
-        options: dict[str, Any],
+        kill: Callable[[Any], None] = ray.kill,
+        backoff: Backoff | None = None,
     ) -> None:
-        self._engine = engine
-        self._shard = shard
-        self._folder = folder
-        self._target_folder = target_folder
-        self._node_id = node_id
-        self._options = options
+        self._rank0 = rank0
+        self._make = make
+        self._kill = kill
+        self._backoff = backoff or Backoff(first_s=1.0, longest_s=60.0)
         self._epoch = 0
         self._actor: Any = None
         self._run: Any = None
         self._lost = asyncio.Event()
         self.is_up = False
+        """Whether the target drafts with it."""
         self.reason = "starting"
+        """Why the draft is down; empty while it is up."""
         self.num_restarts = 0
+        """Number of attempts to replace the draft."""
 
     @property
     def state(self) -> str:
-        """In a word or two, for the health report."""
+        """`up`, or `down` with the reason, for the health report."""
         return "up" if self.is_up else f"down: {self.reason}"
 
     async def bring_up(self) -> None:
-        """Start a draft and attach it. Raises what the draft raised while loading."""
+        """Start a draft and attach it to the target. Raises what the draft raised while loading."""
         self._epoch += 1
         self._lost.clear()
-        cls = actor(DraftActor, **self._options)
-        self._actor = cls.remote(self._engine, self._folder, self._target_folder, node_id=self._node_id)
+        self._actor = self._make()
         info: DraftInfo = await self._actor.load.remote()
-        handle = await self._shard.open_draft_buffer.remote(info, self._epoch)
+        handle = await self._rank0.open_draft_buffer.remote(info, self._epoch)
         await self._actor.connect.remote(handle)
         self._run = self._actor.run.remote()
-        await self._shard.attach_measured_draft.remote(OPEN_TIMEOUT_S)
+        await self._rank0.attach_measured_draft.remote(ATTACH_TIMEOUT_S)
         self.is_up, self.reason = True, ""
 
     def lost(self, reason: str) -> None:
-        """The target says the draft is dead or hung."""
+        """Record that the target gave the draft up, because it died or hangs."""
         self.is_up, self.reason = False, reason
         self._lost.set()
 
     def kill(self) -> None:
-        """End the draft's process, also one that is stopped. Idempotent."""
+        """End the draft's process, even if it is stopped. Calling it twice has no effect."""
         if self._actor is not None:
-            ray.kill(self._actor)
+            self._kill(self._actor)
             self._actor = None
 
     async def metrics(self) -> MetricSnapshot:
-        """What the draft's process says of itself. Raises what Ray raises when it is gone."""
+        """The metrics of the draft's process; empty without one. Raises RayError when the process is dead."""
         snapshot: MetricSnapshot = await self._actor.metrics.remote() if self._actor is not None else MetricSnapshot()
         return snapshot
 
     async def supervise(self) -> None:
-        """Replace the draft each time it ends, with growing pauses while replacements keep failing."""
-        pause_s = FIRST_PAUSE_S
+        """Replace the draft each time it ends, with growing pauses while replacements fail. Runs until cancelled."""
+        clock = asyncio.get_running_loop().time
         while True:
-            born = asyncio.get_running_loop().time()
+            begin_s = clock()
             if self.is_up:
                 await self._until_lost()
+            self._backoff.lived(clock() - begin_s)
             self.kill()
-            if asyncio.get_running_loop().time() - born > STEADY_S:
-                pause_s = FIRST_PAUSE_S
-            _log.warning("draft down (%s); a new one in %.1f s", self.reason, pause_s)
+            pause_s = self._backoff.next_pause_s()
+            _log.warning("the draft is down (%s); starting another in %.1f s", self.reason, pause_s)
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             self.num_restarts += 1
             try:
                 await self.bring_up()
-            except Exception as error:  # noqa: BLE001 - a draft may fail in any way; the target goes on without
+            except Exception as error:  # noqa: BLE001 - any failure of a draft costs speculation only
                 self.reason = f"restart failed: {str(error).splitlines()[-1] if str(error) else type(error).__name__}"
 
     async def _until_lost(self) -> None:
-        """Wait until the draft's process ends or the target gives it up."""
+        """Wait until the draft's process ends or the target gives the draft up."""
         lost = asyncio.ensure_future(self._lost.wait())
         ended = asyncio.ensure_future(self._ended())
         try:
@@ -128,6 +119,6 @@ class DraftSupervisor:
     async def _ended(self) -> None:
         try:
             await self._run
-            self.reason = "the draft ended"
+            self.reason = "the draft's process ended"
         except ray.exceptions.RayError as error:
             self.reason = f"the draft's process died ({type(error).__name__})"

@@ -1,7 +1,7 @@
-"""Which draft a name means, and what its folder says of itself: a user gives the name and nothing else.
+"""Resolves the draft of the settings: its folder, its drafting method, and whether it fits the target.
 
-Owns the names of drafts that ship with Paceline, and the drafting method that follows from a folder. Whether a draft
-belongs to its target is `engine.checkpoint.draft_check`'s question, asked here before anything is loaded.
+Owns the names of the drafts that ship with Paceline, and the comparison of vocabularies. The check that a draft was
+trained for its target is in `engine.checkpoint.draft_check`; it runs before anything is loaded.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 
 SHIPPED = Path(__file__).parents[1] / "models"
-"""A folder for each draft that ships."""
+"""Contains a folder for each draft that ships with Paceline."""
 
 
 def resolve_draft(name: str, *, progress: bool = False) -> Path:
-    """The folder of a draft: one that ships, a folder, or a Hugging Face id, as `resolve_model`.
+    """The folder of a draft.
+
+    Args:
+        name: a draft that ships, else a folder or a Hugging Face id as in `resolve_model`.
+        progress: show the progress of a download.
 
     Raises:
         ConfigError: there is no such draft.
@@ -34,10 +38,13 @@ def resolve_draft(name: str, *, progress: bool = False) -> Path:
 
 
 def with_draft(settings: AppSettings, target_folder: Path) -> tuple[AppSettings, Path | None]:
-    """The settings with the draft's own method, and its folder; unchanged and None without a draft.
+    """The settings with `speculative.method` set from the draft, and the draft's folder.
+
+    Returns:
+        The settings unchanged, and None, if no draft is configured.
 
     Raises:
-        ConfigError: it does not belong to the target, or is not what `speculative.method` says.
+        ConfigError: the draft does not fit the target, or contradicts `speculative.method`.
     """
     speculative = settings.engine.speculative
     if speculative.draft is None:
@@ -54,10 +61,10 @@ def with_draft(settings: AppSettings, target_folder: Path) -> tuple[AppSettings,
 
 
 def check_draft_vocabulary(target_folder: Path, draft_folder: Path) -> None:
-    """Compare ids and strings of both tokenizers.
+    """Compare the ids and strings of all tokens of target and draft.
 
     Raises:
-        ConfigError: with both sizes and the first token that differs.
+        ConfigError: the vocabularies differ; the message has both sizes and the first difference.
     """
     target_size = ModelConfig.load(target_folder).vocab_size
     draft_size = ModelConfig.load(draft_folder).vocab_size

@@ -1,14 +1,14 @@
-"""A request outlives its engine: when one goes away, the request goes on with the next from the tokens it has.
+"""Failover: when an engine fails, its requests continue on the next engine after the tokens they have.
 
-Owns the retry: what was emitted is never asked for again, counts add up over the engines, and a request that was aboard
-of too many failing engines ends with the error, because it may be their cause. Implements `EngineClient`. Does not know
-how engines are made.
+Owns the retry. Emitted tokens are never generated again, and counts add up over the engines. A request that ran on too
+many failing engines ends with the error, because it may be the cause. Implements `EngineClient`. Does not know how
+engines are started.
 
-    engine 1    p p p | a b c X            a b c reach the client, then the engine dies
-    engine 2    p p p a b c | d e f        prompt and tokens are computed again; d is the next token of the same law
+    engine 1    p p p | a b c X            a b c reach the client, then the engine fails
+    engine 2    p p p a b c | d e f        prompt and tokens are prefilled; d is sampled from the same distribution
 
-Greedy and seeded requests get exactly the tokens they would have got, because both are functions of what precedes;
-others get fresh draws from the same law.
+Greedy and seeded requests get the same tokens as without the failure, because each token is a function of the tokens
+before it. Other requests get new samples from the same distribution.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from engine.errors import EngineUnavailable
 from engine.messages import Delta, Submit
 
 MAX_ENGINES = 3
-"""A request that was aboard of this many engines when they failed is not given to another one."""
+"""Number of failing engines after which a request ends with the error."""
 _log = logging.getLogger(__name__)
 
 
 class Connection(Protocol):
-    """One engine, as long as it lives."""
+    """The connection to one engine."""
 
     def generate(self, submit: Submit) -> AsyncGenerator[Delta, None]:
         """See `EngineClient.generate`."""
@@ -38,32 +38,33 @@ class Connection(Protocol):
 
 
 class EngineSource(Protocol):
-    """Where engines come from."""
+    """Provides engines."""
 
     async def client(self, timeout_s: float) -> Connection:
-        """The engine that serves now, or the next one within `timeout_s`. Raises EngineUnavailable."""
+        """The engine that serves now, or the next one within `timeout_s` seconds. Raises EngineUnavailable."""
         ...
 
     async def health(self) -> Health:
-        """How the engine is now."""
+        """The state of the engine."""
         ...
 
 
 class ContinuedEngine:
-    """Engines in succession, as one.
+    """Successive engines as one.
 
     Args:
-        source: of engines.
-        patience_s: how long a request waits for the next engine.
+        source: provides the engines.
+        patience_s: seconds that a request waits for the next engine.
     """
 
     def __init__(self, source: EngineSource, *, patience_s: float) -> None:
         self._source = source
         self._patience_s = patience_s
         self.num_continued = 0
-        """Requests that were handed to another engine so far."""
+        """Number of times a request continued on another engine."""
 
     async def health(self) -> Health:
+        """See `EngineClient.health`."""
         return await self._source.health()
 
     async def generate(self, submit: Submit) -> AsyncGenerator[Delta, None]:
@@ -80,33 +81,34 @@ class ContinuedEngine:
                 if attempt == MAX_ENGINES:
                     raise
                 self.num_continued += 1
-                _log.warning("request %s goes on elsewhere: %s", submit.request_id, error)
+                _log.warning("request %s continues on another engine: %s", submit.request_id, error)
                 progress.start_over()
             finally:
                 await deltas.aclose()
 
 
 class _Progress:
-    """How far a request has come, over all its engines."""
+    """The progress of a request over all its engines."""
 
     def __init__(self, submit: Submit) -> None:
         self._submit = submit
         self._tokens: list[int] = list(submit.generated)
-        self._last: Delta | None = None  # with totals over all engines
-        self._before: Delta | None = None  # the last one of the engines before this one
+        self._last: Delta | None = None  # the latest delta, with totals over all engines
+        self._before: Delta | None = None  # the last delta of the engines before this one
 
     def rest(self) -> Submit:
-        """What is left to do."""
+        """The request for the next engine: the rest of the work."""
         sampling = self._submit.sampling
-        if self._last is not None:  # the prompt's own log-probabilities went with the first tokens
+        if self._last is not None:  # the first delta carried the log-probabilities of the prompt
             sampling = replace(sampling, num_prompt_logprobs=None)
         return replace(self._submit, sampling=sampling, generated=tuple(self._tokens))
 
     def start_over(self) -> None:
+        """Add later deltas to the totals so far."""
         self._before = self._last
 
     def add(self, delta: Delta) -> Delta:
-        """The same with totals over all engines."""
+        """The same delta with totals over all engines."""
         self._tokens += delta.token_ids
         before = self._before
         if before is not None:

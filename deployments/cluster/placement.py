@@ -1,7 +1,7 @@
-"""Where the processes of one replica go: the bundles of its placement group.
+"""Placement of the processes of one replica: the bundles of its placement group, and the controller's name.
 
-Owns the mapping from roles to bundles. Bundle 0 is the replica's own (Serve puts it there); the controller and, on CPU,
-every device process share it. On GPU each shard has a bundle with one GPU, and the draft lives in that of shard 0.
+Owns the mapping from roles to bundles. Serve places the replica in bundle 0; the controller and, on CPU, the shards and
+the draft share it. On GPU each shard has a bundle with one GPU, and the draft shares the bundle of shard 0.
 
     cpu     [replica, controller, shards, draft]
     cuda    [replica, controller] [shard 0, draft] [shard 1] ...
@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 
 
 def bundles(settings: AppSettings) -> list[dict[str, float]]:
-    """Placement group bundles of one replica; the strategy is STRICT_PACK."""
+    """Placement group bundles of one replica, for the strategy STRICT_PACK."""
     engine = settings.engine
     if engine.device == "cuda":
         return [{"CPU": 1.0}] + [{"CPU": 1.0, "GPU": 1.0}] * engine.tensor_parallel_size
@@ -22,10 +22,12 @@ def bundles(settings: AppSettings) -> list[dict[str, float]]:
 
 
 def shard_bundle(engine: EngineConfig, rank: int) -> int:
+    """Index of the bundle of a target shard."""
     return 1 + rank if engine.device == "cuda" else 0
 
 
 def draft_bundle(engine: EngineConfig) -> int:
+    """Index of the bundle of the draft."""
     return shard_bundle(engine, 0)
 
 
@@ -33,5 +35,5 @@ CONTROLLER_NAMESPACE = "paceline"
 
 
 def controller_name(app_name: str) -> str:
-    """Of the controller of an app, in CONTROLLER_NAMESPACE."""
+    """Name of the controller actor of an app, in CONTROLLER_NAMESPACE."""
     return f"controller:{app_name}"

@@ -1,8 +1,8 @@
-"""The Serve autoscaling policy: what replicas record goes in, a number of replicas comes out.
+"""The Serve autoscaling policy: from the load that replicas record to a number of replicas.
 
-Owns the way between Serve's context and `autoscale.replicas.decision`, and tells the app's controller what was decided,
-so that replicas can show it. Runs in Serve's own controller process, several times a second: imports neither torch nor
-the engine's processes, and never waits.
+Owns the conversion between Serve's context and `autoscale.replicas.decision`, and reports each decision to the app's
+controller, so that replicas can expose it. Runs in the process of Serve's controller several times a second. It imports
+neither torch nor the engine's processes, and never blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ POLICY_PATH = "deployments.cluster.serve_autoscaling:TpotPolicy"
 
 
 class Context(Protocol):
-    """What is used of Serve's AutoscalingContext."""
+    """The part of Serve's AutoscalingContext that the policy reads."""
 
     app_name: str | None
     target_num_replicas: int
@@ -32,10 +32,10 @@ class Context(Protocol):
 
 
 class TpotPolicy:
-    """Serve makes one per deployment.
+    """Serve creates one per deployment.
 
     Args:
-        tpot_s: objective, seconds per output token.
+        tpot_s: objective: time per output token, in seconds.
     """
 
     def __init__(self, tpot_s: float = ScalingParams().tpot_s) -> None:
@@ -43,7 +43,7 @@ class TpotPolicy:
         self._told: ReplicaDecision | None = None
 
     def __call__(self, context: Context) -> tuple[int, dict[str, Any]]:
-        """The number of replicas, before Serve's delays; and no state."""
+        """The number of replicas before Serve's delays, and an empty state."""
         decision = decide(
             readings_of(context.aggregated_metrics or {}),
             target=context.target_num_replicas,
@@ -65,10 +65,10 @@ class TpotPolicy:
 
 
 def readings_of(metrics: Mapping[str, Mapping[Any, float]]) -> list[ReplicaLoad]:
-    """By replica, of those that have recorded all of it.
+    """The loads of all replicas that have recorded every value.
 
     Args:
-        metrics: by name, then by replica.
+        metrics: values by name, then by replica.
     """
     by_replica: dict[Any, dict[str, float]] = {}
     for name, values in metrics.items():

@@ -1,7 +1,7 @@
-"""A replica's connection to its shard 0: requests out, deltas in, each to the request that waits for it.
+"""A replica's connection to its shard 0: requests out, deltas in, each delta to the request it belongs to.
 
-Owns admission (how many requests may be in flight) and what every waiting request hears when the engine goes away.
-Implements `EngineClient.generate`. Knows no HTTP and no Ray.
+Owns the socket and the end of every request in flight when the engine goes away. Implements `EngineClient.generate`.
+Does not limit the number of requests (`http.admission` does). Knows no HTTP and no Ray.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 
-from engine.errors import EngineError, EngineUnavailable, QueueFull
+from deployments.errors import failure_of
+from engine.errors import EngineError, EngineUnavailable
 from engine.ipc.wire import (
     HEADER,
     AbortCommand,
@@ -26,7 +27,6 @@ from engine.ipc.wire import (
 )
 from engine.messages import Delta, Submit
 
-RETRY_AFTER_S = 1.0
 _log = logging.getLogger(__name__)
 
 
@@ -35,12 +35,11 @@ def _ignore(reason: str) -> None:
 
 
 class ShardClient:
-    """Made by `connect`.
+    """The connection to one shard 0, created by `connect`.
 
     Args:
-        capacity: requests in flight, running and waiting; more are refused with QueueFull.
-        on_draft: told when the draft comes up or goes down.
-        on_lost: told why, once, when the engine goes away.
+        on_draft: called when the draft comes up or goes down.
+        on_lost: called once with the reason when the connection ends.
     """
 
     def __init__(
@@ -48,53 +47,41 @@ class ShardClient:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         *,
-        capacity: int,
         on_draft: Callable[[DraftStatus], None],
         on_lost: Callable[[str], None] = _ignore,
     ) -> None:
         self._reader = reader
         self._writer = writer
-        self._capacity = capacity
         self._on_draft = on_draft
         self._on_lost = on_lost
-        self._waiting: dict[str, _Inbox] = {}
+        self._in_flight: dict[str, _Inbox] = {}
         self._failure: EngineError | None = None
         self._task = asyncio.create_task(self._read())
 
     @classmethod
     async def connect(
-        cls,
-        path: str,
-        *,
-        capacity: int,
-        on_draft: Callable[[DraftStatus], None],
-        on_lost: Callable[[str], None] = _ignore,
+        cls, path: str, *, on_draft: Callable[[DraftStatus], None], on_lost: Callable[[str], None] = _ignore
     ) -> ShardClient:
-        """Connect to the socket of shard 0."""
+        """Connect to the unix socket of shard 0 at `path`. Raises OSError when nothing listens there."""
         reader, writer = await asyncio.open_unix_connection(path)
-        return cls(reader, writer, capacity=capacity, on_draft=on_draft, on_lost=on_lost)
+        return cls(reader, writer, on_draft=on_draft, on_lost=on_lost)
 
     @property
     def failure(self) -> EngineError | None:
-        """Why the engine is gone, once it is."""
+        """Why the connection ended; None while it is open."""
         return self._failure
 
     @property
     def num_requests(self) -> int:
-        """Requests in flight."""
-        return len(self._waiting)
+        """Number of requests in flight."""
+        return len(self._in_flight)
 
     async def generate(self, submit: Submit) -> AsyncGenerator[Delta, None]:
         """See `EngineClient.generate`."""
         if self._failure is not None:
             raise self._failure
-        if len(self._waiting) >= self._capacity:
-            raise QueueFull(
-                f"The server is at its capacity of {self._capacity} requests; try again later",
-                retry_after_s=RETRY_AFTER_S,
-            )
         inbox = _Inbox()
-        self._waiting[submit.request_id] = inbox
+        self._in_flight[submit.request_id] = inbox
         finished = False
         try:
             self._writer.write(frame(SubmitCommand(submit)))
@@ -104,19 +91,19 @@ class ShardClient:
                 if isinstance(item, EngineError):
                     raise item
                 if item.finish_reason == "error":
-                    raise EngineError(item.error or "The engine could not finish this request")
+                    raise failure_of(item)
                 yield item
         finally:
-            del self._waiting[submit.request_id]
+            del self._in_flight[submit.request_id]
             if not finished:
                 self._writer.write(frame(AbortCommand(submit.request_id)))
 
     def give_up(self, reason: str) -> None:
-        """The engine is known to be gone or stuck; whoever waits hears EngineUnavailable."""
+        """End every request in flight with EngineUnavailable, because the engine is dead or hangs."""
         self._fail(EngineUnavailable(f"The engine is gone: {reason}"))
 
     async def close(self) -> None:
-        """Hang up; whoever still waits hears EngineUnavailable."""
+        """Close the connection and end every request in flight with EngineUnavailable."""
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
@@ -129,12 +116,7 @@ class ShardClient:
                 header = await self._reader.readexactly(HEADER.size)
                 event = decode_event(await self._reader.readexactly(frame_len(header)))
                 if isinstance(event, StepDeltas):
-                    for delta in event.deltas:
-                        # Only an engine that stops ends requests that somebody waits for; why it stops comes next.
-                        if delta.finish_reason == "abort":
-                            continue
-                        if (inbox := self._waiting.get(delta.request_id)) is not None:
-                            inbox.put(delta)
+                    self._deliver(event)
                 elif isinstance(event, DraftStatus):
                     self._on_draft(event)
                 elif isinstance(event, EngineFailed):
@@ -146,17 +128,25 @@ class ShardClient:
             _log.exception("bad message from shard 0")
             self._fail(EngineUnavailable(f"The engine is gone: {error}"))
 
+    def _deliver(self, event: StepDeltas) -> None:
+        for delta in event.deltas:
+            # An engine that stops ends its requests with `abort`. EngineFailed follows and carries the reason.
+            if delta.finish_reason == "abort":
+                continue
+            if (inbox := self._in_flight.get(delta.request_id)) is not None:
+                inbox.put(delta)
+
     def _fail(self, error: EngineError) -> None:
         if self._failure is not None:
             return
         self._failure = error
-        for inbox in self._waiting.values():
+        for inbox in self._in_flight.values():
             inbox.put(error)
         self._on_lost(str(error))
 
 
 class _Inbox:
-    """What one request has not read yet: a queue with one reader, at a third of the cost of asyncio's."""
+    """Unread items of one request: a queue with one reader, at a third of the cost of `asyncio.Queue`."""
 
     __slots__ = ("_items", "_waiter")
 

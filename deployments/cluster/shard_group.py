@@ -99,12 +99,7 @@ class ShardGroup:
         self._run(self._shards[1:])  # they follow already while the first one measures
         path = await self.lead.lead.remote(self._app_name, self._engine_id)
         self._run(self._shards[:1])
-        self._client = await ShardClient.connect(
-            path,
-            capacity=engine.max_num_requests + engine.max_num_waiting,
-            on_draft=self._on_draft,
-            on_lost=self._fail,
-        )
+        self._client = await ShardClient.connect(path, on_draft=self._on_draft, on_lost=self._fail)
         self._tasks.append(asyncio.create_task(self._watch_heart()))
         return ready
 

@@ -1,7 +1,7 @@
-"""Keeps one target alive: makes it, and makes another when it fails, with growing pauses while that goes on.
+"""Keeps one target running: starts it, and replaces it when it fails, with growing pauses while failures go on.
 
-Owns which target serves now and what to say while none does. After too many restarts in a row that did not even come up
-it gives up, and whoever waits hears so. Does not know what a target is made of, nor what depends on it.
+Owns which target serves now, and the reason while none does. It gives up after too many restarts in a row that did not
+start, and every waiting request gets an error. Does not know the parts of a target or what depends on it.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from engine.errors import EngineError, EngineUnavailable
 from engine.workers.target_shard import ShardReady
 
 MAX_RESTARTS = 6
-"""In a row, none of which came up."""
+"""Number of restarts in a row that may fail to start."""
 _log = logging.getLogger(__name__)
 
 
 class Target(Protocol):
-    """One life of a target."""
+    """A target from its start to its end."""
 
     @property
     def failure(self) -> str | None:
-        """Why it ended by itself, once it has."""
+        """Why it failed; None while it has not."""
         ...
 
     async def start(self) -> ShardReady:
-        """Bring it up; raises whatever keeps it from that."""
+        """Start it. Raises the error that prevents the start."""
         ...
 
     async def stop(self) -> None:
-        """End it in any state; idempotent."""
+        """End it in any state. Calling it twice has no effect."""
         ...
 
 
@@ -42,13 +42,13 @@ T = TypeVar("T", bound=Target)
 
 
 class TargetSupervisor(Generic[T]):
-    """Made once per engine group; `start`, then `supervise` in a task.
+    """Created once per engine group. Call `start`, then run `supervise` as a task.
 
     Args:
-        make: a new target; it calls what it is given, once, with the reason when it ends by itself.
-        before: called before a failed target is taken down; ends what depends on it.
-        after: called when another one serves.
-        start_timeout_s: for each to come up.
+        make: creates a target, not started. The target calls the argument once with the reason when it fails.
+        before: called before a failed target is stopped; ends what depends on it.
+        after: called when a replacement serves.
+        start_timeout_s: seconds that a target may take to start.
         backoff: pauses before restarts.
     """
 
@@ -67,29 +67,31 @@ class TargetSupervisor(Generic[T]):
         self._start_timeout_s = start_timeout_s
         self._backoff = backoff or Backoff(first_s=1.0, longest_s=60.0)
         self._target: T | None = None
-        self._failed = asyncio.Event()  # the target that served has ended by itself
-        self._decided = asyncio.Event()  # a target serves, or none ever will again
+        self._failed = asyncio.Event()  # set when the serving target fails
+        self._decided = asyncio.Event()  # set while a target serves, or when the supervisor gave up
         self.trouble = "loading the model"
-        """Why none serves, while none does."""
+        """Why no target serves, while none does."""
         self.is_dead = False
+        """Whether the supervisor gave up."""
         self.num_restarts = 0
+        """Number of replacements that served."""
         self.ready: ShardReady | None = None
-        """Of the first one; later ones hold no less."""
+        """Result of the first start; None before it. A replacement with a shorter context is not accepted."""
 
     @property
     def serving(self) -> T | None:
-        """The target that serves now."""
+        """The target that serves now; None while none does."""
         return self._target if self._decided.is_set() and not self.is_dead else None
 
     async def wait(self, timeout_s: float) -> T:
-        """The target that serves, or the next one.
+        """The target that serves now, or the next one.
 
         Raises:
-            EngineUnavailable: none came within `timeout_s`, or none ever will.
+            EngineUnavailable: no target serves within `timeout_s` seconds, or the supervisor gave up.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self.serving is None and not self.is_dead:  # it may fail before this task runs
+                while self.serving is None and not self.is_dead:  # a target may fail before this task runs
                     await self._decided.wait()
         target = self.serving
         if target is None:
@@ -97,12 +99,12 @@ class TargetSupervisor(Generic[T]):
         return target
 
     async def start(self) -> ShardReady:
-        """The first target. Raises whatever kept it from starting."""
+        """Start the first target. Raises the error that prevents the start."""
         self.ready = await self._bring_up()
         return self.ready
 
     async def supervise(self) -> None:
-        """Replace the target each time it fails, until that itself fails too often."""
+        """Replace the target each time it fails. Returns when it gives up."""
         clock = asyncio.get_running_loop().time
         while not self.is_dead:
             born_s = clock()
@@ -111,7 +113,7 @@ class TargetSupervisor(Generic[T]):
             await self._replace(self.trouble)
 
     async def stop(self) -> None:
-        """End the target; after the task of `supervise` has ended."""
+        """End the target. Call it after the task of `supervise` has ended."""
         if self._target is not None:
             await self._target.stop()
 
@@ -123,10 +125,10 @@ class TargetSupervisor(Generic[T]):
                 return
         self.trouble = f"{self.trouble}; given up after {MAX_RESTARTS} restarts"
         self.is_dead = True
-        self._decided.set()  # nobody needs to wait any more
+        self._decided.set()  # wakes the waiting requests
 
     async def _attempt(self, cause: str) -> bool:
-        """One restart, after a pause unless it is the first. Returns whether a target serves now."""
+        """Restart once, after the pause of the backoff. Returns whether a target serves now."""
         pause_s = self._backoff.next_pause_s()
         self.trouble = f"{cause}; restart {self._backoff.num_failures} in {pause_s:g} s"
         _log.warning("target: %s", self.trouble)
@@ -136,7 +138,7 @@ class TargetSupervisor(Generic[T]):
                 await self._target.stop()
             await asyncio.sleep(pause_s)
             await self._bring_up()
-        except Exception as error:  # noqa: BLE001 - it may fail in any way; the next attempt comes later
+        except Exception as error:  # noqa: BLE001 - any failure is a reason for the next attempt
             reason = str(error).splitlines()[-1] if str(error) else type(error).__name__
             self.trouble = f"{cause}; a restart failed: {reason}"
             return False

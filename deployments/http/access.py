@@ -1,11 +1,11 @@
-"""The door: who may talk to this server at all, checked before anything of a request is read.
+"""Access control, before the body of a request is read.
 
-Owns the check of API keys, of browsers' origins and of servers without keys, which answer on loopback only. Says who
-the client is to whoever comes after, and nothing of why a key was wrong. Admin routes have a key of their own.
+Owns the checks of API keys, of browsers' origins, and of servers without keys, which accept loopback only. Identifies
+the client for the code that follows. Its errors do not say why a key is wrong. Admin routes check their own key.
 
-    open       /health, /openapi.json, the files of /ui
-    own key    /admin/..., /debug/...
-    API key    everything else
+    no key       /health, /openapi.json, the files of /ui
+    admin key    /admin/..., /debug/...
+    API key      everything else
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deployments.errors import HttpError, encode_error
-from deployments.http.admission import ANONYMOUS, Client, unheard
+from deployments.http.admission import ANONYMOUS, Client, ignore_refusal
 from deployments.http.keys import KeyRing
 
 OPEN_PATHS = ("/health", "/openapi.json", "/ui")
@@ -30,17 +30,18 @@ SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 @dataclass(slots=True, kw_only=True)
 class Access:
-    """Who may come in. `keys` may be exchanged while the server runs."""
+    """Who may send requests."""
 
     keys: KeyRing = field(default_factory=KeyRing)
+    """All valid API keys. May be replaced while the server runs."""
     origins: tuple[str, ...] = ()
-    """Of web pages elsewhere that may call this server, as browsers write them; `*` is all."""
-    on_refused: Callable[[str], None] = unheard
-    """Told the cause of each refusal, as metrics name it."""
+    """Origins of web pages that may call this server, as browsers write them. `*` allows all."""
+    on_refused: Callable[[str], None] = ignore_refusal
+    """Called with the cause of each refusal, as in `paceline_rejected_total`."""
 
 
 class Guard:
-    """ASGI middleware. It enters the client in `scope["state"]["client"]`."""
+    """ASGI middleware that refuses requests or stores the client in `scope["state"]["client"]`."""
 
     def __init__(self, app: ASGIApp, *, access: Access) -> None:
         self._app = app
@@ -56,18 +57,20 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _check(self, scope: Scope) -> HttpError | None:
-        """Why this request may not come in, if so."""
+        """The refusal of this request; None if it is allowed."""
         headers = Headers(scope=scope)
         if scope["method"] not in SAFE_METHODS and not self._is_own_page(headers):
             return _refusal(403, "Web pages of this origin may not call this server; see cors_origins", "bad_origin")
-        path = scope["path"].removeprefix(scope.get("root_path", ""))  # an application may live below a prefix
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # the application may be mounted below a prefix
         if path in OPEN_PATHS or (path.startswith(OPEN_PREFIXES) and path not in CLOSED_PATHS):
             return None
         if len(self._access.keys) == 0:
             if is_local(scope, headers):
                 scope.setdefault("state", {})["client"] = ANONYMOUS
                 return None
-            return _refusal(403, "This server has no API keys and answers on loopback only", "api_keys_required")
+            return _refusal(
+                403, "This server has no API keys and accepts requests from loopback only", "api_keys_required"
+            )
         client = self._client(headers)
         if client is None:
             return _refusal(401, "Give a valid API key as `Authorization: Bearer`", "invalid_api_key")
@@ -79,7 +82,7 @@ class Guard:
         return self._access.keys.find(key.strip()) if scheme.lower() == "bearer" else None
 
     def _is_own_page(self, headers: Headers) -> bool:
-        """Whether no web page sent this, or one that may. Browsers always tell, and pages cannot forge it."""
+        """Whether no web page sent this, or an allowed one. Browsers always send the header; pages cannot forge it."""
         origin = headers.get("origin")
         if origin is None or origin in self._access.origins or "*" in self._access.origins:
             return True
@@ -87,9 +90,10 @@ class Guard:
 
 
 def is_local(scope: Scope, headers: Headers) -> bool:
-    """Whether a request comes from this machine and means it.
+    """Whether a request comes from loopback and names a loopback host.
 
-    The name that it asked for counts too: a page elsewhere can let its own name point here, but not forge the header.
+    The host name protects against DNS rebinding: a web page can let its own name resolve to loopback, but cannot forge
+    the header.
     """
     peer = (scope.get("client") or ("",))[0]
     name = urlsplit(f"//{headers.get('host', '')}").hostname or ""
@@ -97,7 +101,7 @@ def is_local(scope: Scope, headers: Headers) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address is this machine's own."""
+    """Whether a host name or an address is loopback."""
     if host.lower() == "localhost":
         return True
     try:

@@ -1,7 +1,7 @@
-"""Routes for the operator: the pace, read and changed, and what became of a request.
+"""Routes for operators: read and change the pace, and show the timeline of a request.
 
-Owns the key that they ask for and the checks of what is changed. Without a key in the environment the routes do not
-exist (404). Knows the engine only through the callables it is given.
+Owns the check of the admin key and of the changes. Without an admin key in the environment the routes respond with 404.
+Knows the engine only through the callables in `AdminDependencies`.
 """
 
 from __future__ import annotations
@@ -31,27 +31,28 @@ MAX_BODY_BYTES = 4096
 
 
 def admin_key() -> str | None:
-    """The key of this process's environment; an empty one counts as none."""
+    """The admin key from the environment; None if it is unset or empty."""
     return os.environ.get(ADMIN_KEY_ENV) or None
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdminDependencies:
-    """All that the routes need from outside."""
+    """Everything that the admin routes need."""
 
     key: str | None
+    """The admin key; None disables the routes."""
     plan: Callable[[], Awaitable[SpeculationPlan]]
-    """The plan in force; may raise EngineUnavailable."""
+    """Returns the plan in force. May raise EngineUnavailable."""
     override: Callable[[dict[str, Any]], Awaitable[SpeculationPlan]]
-    """Change fields of the plan; answers with the new one."""
+    """Changes fields of the plan and returns the new plan. May raise EngineUnavailable."""
     max_k: int
-    """Configured `speculative.k`: no plan may ask for more."""
+    """The configured `speculative.k`, an upper bound of every plan."""
     find: Callable[[str], Timeline | None]
-    """The timeline of a request."""
+    """Returns the timeline of a request id, or None."""
 
 
 class PaceBody(BaseModel):
-    """What may be changed; fields that are left out stay as they are."""
+    """Changes of the pace. A field that is left out keeps its value."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -80,7 +81,7 @@ def add_admin_routes(app: FastAPI, dependencies: AdminDependencies) -> None:
             return refused
         timeline = dependencies.find(request_id)
         if timeline is None:
-            message = f"No request {request_id[:200]!r} among the last ones of this replica"
+            message = f"No request {request_id[:200]!r} among the recent ones of this replica"
             return _error(404, message, "request_not_found")
         return Response(msgspec.json.encode(timeline), media_type="application/json")
 
@@ -90,10 +91,13 @@ def add_admin_routes(app: FastAPI, dependencies: AdminDependencies) -> None:
 
 
 def parse_pace(raw: bytes, *, max_k: int) -> dict[str, Any]:
-    """Checked changes.
+    """The changes in a body, by field of the plan.
+
+    Args:
+        max_k: largest allowed value of the field `max_k`.
 
     Raises:
-        InvalidRequest: naming the field.
+        InvalidRequest: a field has a bad value, or there are no changes.
     """
     try:
         body = PaceBody.model_validate_json(raw)
@@ -110,7 +114,7 @@ def parse_pace(raw: bytes, *, max_k: int) -> dict[str, Any]:
 
 
 def is_key(request: Request, key: str) -> bool:
-    """Whether the request carries the key; takes the same time wherever a wrong one differs."""
+    """Whether the request has the key. Takes the same time for every wrong key."""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), key.encode())
 

@@ -1,7 +1,7 @@
-"""Who may start a request now: the bound of the queue, each client's limits, and a fair share of a full queue.
+"""Admission: the bound on requests in flight, the limits of each client, and fair shares of a full queue.
 
-Owns counts of requests in flight and what a refused client hears (429 and when to come back). Counts answers, not HTTP
-requests: `n` and several prompts are as many. Does not know keys (`keys`), bodies or the engine.
+Owns the counts of choices in flight and the error of a refused client (429 with Retry-After). Counts choices, not HTTP
+requests: a request with `n` or several prompts takes several places. Does not know keys (`keys`) or the engine.
 """
 
 from __future__ import annotations
@@ -18,34 +18,36 @@ from engine.errors import EngineUnavailable, InvalidRequest, QueueFull
 from engine.messages import Priority
 
 MEMORY_S = 10.0
-"""A refused client keeps its claim to a share for so long."""
+"""Seconds for which a refused client still counts when shares are computed."""
 
 LONGEST_RETRY_S = 60.0
+"""Upper bound of Retry-After, in seconds."""
 
-DRAIN_RETRY_S = 5.0
 
-
-def unheard(cause: str) -> None:
-    """For refusals that nobody counts."""
+def ignore_refusal(cause: str) -> None:
+    """Ignore a refusal."""
     del cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Client:
-    """Whoever sends requests, and what it may do."""
+    """A sender of requests, and its limits."""
 
     name: str = ""
+    """Name of its API key; empty without keys."""
     max_concurrent: int | None = None
-    """Answers in flight."""
+    """Largest number of choices in flight; None for no limit."""
     requests_per_minute: int | None = None
+    """Largest number of requests per minute; None for no limit."""
     max_priority: Priority = "high"
+    """Highest priority that it may ask for."""
 
 
 ANONYMOUS = Client()
 
 
 class Ticket:
-    """Places in the queue; releasing them again changes nothing."""
+    """Places taken by one request. Releasing them twice has no effect."""
 
     def __init__(self, release: Callable[[], None]) -> None:
         self._release: Callable[[], None] | None = release
@@ -57,12 +59,12 @@ class Ticket:
 
 
 class Admission:
-    """Made once per replica; called in one event loop.
+    """Created once per replica. All calls come from one event loop.
 
     Args:
-        capacity: answers in flight, running and waiting.
-        clock: monotonic seconds.
-        on_refused: told the cause of each refusal, as metrics name it.
+        capacity: largest number of choices in flight, running and waiting.
+        clock: returns monotonic seconds.
+        on_refused: called with the cause of each refusal, as in `paceline_rejected_total`.
     """
 
     def __init__(
@@ -70,71 +72,73 @@ class Admission:
         capacity: int,
         *,
         clock: Callable[[], float] = time.monotonic,
-        on_refused: Callable[[str], None] = unheard,
+        on_refused: Callable[[str], None] = ignore_refusal,
     ) -> None:
         self.capacity = capacity
+        """Largest number of choices in flight. May change at any time."""
         self.accepts = True
-        """False while the server drains: what runs goes on, nothing new comes in."""
+        """False while the server drains: running requests go on, new ones are refused."""
         self._clock = clock
         self._on_refused = on_refused
         self._in_flight: Counter[str] = Counter()
-        self._buckets: dict[str, tuple[float, float]] = {}  # client -> requests left, at which time
+        self._buckets: dict[str, tuple[float, float]] = {}  # by client: requests left, and when that was computed
         self._refused_s: dict[str, float] = {}
-        self._interval_s = 0.1  # between two places that become free, smoothed
+        self._interval_s = 0.1  # smoothed time between two releases
         self._freed_s: float | None = None
 
     @property
     def num_in_flight(self) -> int:
+        """Number of choices in flight."""
         return self._in_flight.total()
 
-    def enter(self, client: Client, num_answers: int) -> Ticket:
-        """Take places for a request.
+    def enter(self, client: Client, num_choices: int) -> Ticket:
+        """Take one place for each choice of a request.
 
         Raises:
-            QueueFull: no place, or more than the client's share of a queue that others want too.
-            RateLimited: the client's own limits.
-            EngineUnavailable: the server drains.
+            QueueFull: the queue is full, or more than half full and the client exceeds its share.
+            RateLimited: the client exceeds its own limits.
+            EngineUnavailable: the server is draining.
         """
         try:
-            self._check(client, num_answers)
+            self._check(client, num_choices)
         except (QueueFull, EngineUnavailable) as error:
             self._on_refused(_cause(error))
             raise
-        self._in_flight[client.name] += num_answers
-        return Ticket(lambda: self._leave(client.name, num_answers))
+        self._in_flight[client.name] += num_choices
+        return Ticket(lambda: self._leave(client.name, num_choices))
 
-    def _check(self, client: Client, num_answers: int) -> None:
+    def _check(self, client: Client, num_choices: int) -> None:
         if not self.accepts:
             raise EngineUnavailable("The server is draining and takes no new requests; try again later")
-        own = self._in_flight[client.name]
-        if client.max_concurrent is not None and own + num_answers > client.max_concurrent:
+        held = self._in_flight[client.name]
+        if client.max_concurrent is not None and held + num_choices > client.max_concurrent:
             raise RateLimited(
-                f"This key may have {client.max_concurrent} answers in flight; {own} are, {num_answers} more were "
+                f"This key may have {client.max_concurrent} choices in flight; {held} are, {num_choices} more were "
                 "asked for",
                 retry_after_s=self._retry_after_s(1),
             )
-        if self.num_in_flight + num_answers > self.capacity:
+        if self.num_in_flight + num_choices > self.capacity:
             self._refused_s[client.name] = self._clock()
             raise QueueFull(
                 f"The server is at its capacity of {self.capacity} requests; try again later",
                 retry_after_s=self._retry_after_s(self.num_in_flight // 4),
             )
         share = self.capacity // max(1, self._num_active(client.name))
-        if own + num_answers > share and 2 * (self.num_in_flight + num_answers) > self.capacity:
+        if held + num_choices > share and 2 * (self.num_in_flight + num_choices) > self.capacity:
             raise QueueFull(
-                f"The server is busy, and this client has {own} of its {self.capacity} places; its share is {share}",
-                retry_after_s=self._retry_after_s(max(1, own - share)),
+                f"The server is busy, and this client has {held} of its {self.capacity} places; its share is {share}",
+                retry_after_s=self._retry_after_s(max(1, held - share)),
             )
         self._take_from_bucket(client)
 
     def _num_active(self, name: str) -> int:
-        """Clients with requests in flight, the one that asks, and those refused a moment ago."""
+        """Number of clients that compete: those in flight, the one that asks, and those refused recently."""
         now = self._clock()
         self._refused_s = {client: at_s for client, at_s in self._refused_s.items() if now - at_s < MEMORY_S}
         return len({client for client, count in self._in_flight.items() if count} | {name} | self._refused_s.keys())
 
     def _take_from_bucket(self, client: Client) -> None:
-        """A bucket of one minute's requests that refills steadily."""
+        """Take a token from the client's bucket, which holds one minute's requests and refills steadily."""
         if client.requests_per_minute is None:
             return
         now, size = self._clock(), float(client.requests_per_minute)
@@ -149,16 +153,16 @@ class Admission:
         self._buckets[client.name] = (left - 1.0, now)
 
     def _retry_after_s(self, num_places: int) -> float:
-        """Until so many places are likely to have become free."""
+        """Seconds until this many places have probably become free."""
         return min(LONGEST_RETRY_S, max(1.0, num_places * self._interval_s))
 
-    def _leave(self, name: str, num_answers: int) -> None:
-        self._in_flight[name] -= num_answers
+    def _leave(self, name: str, num_choices: int) -> None:
+        self._in_flight[name] -= num_choices
         if self._in_flight[name] <= 0:
             del self._in_flight[name]
         now = self._clock()
         if self._freed_s is not None and self.num_in_flight:
-            self._interval_s += 0.1 * (min(60.0, now - self._freed_s) / num_answers - self._interval_s)
+            self._interval_s += 0.1 * (min(60.0, now - self._freed_s) / num_choices - self._interval_s)
         self._freed_s = now
 
 
@@ -169,10 +173,10 @@ def _cause(error: Exception) -> str:
 
 
 def choose_priority(body: ChatBody | CompletionBody, client: Client) -> Priority:
-    """What was asked for, or the highest that the client may have, up to `normal`.
+    """The priority of a request: as asked for, else `normal` or the highest that the client is allowed.
 
     Raises:
-        InvalidRequest: more was asked for than the client may have.
+        InvalidRequest: the body asks for more than the client is allowed.
     """
     highest_first = get_args(Priority)
     wanted, allowed = body.priority or "normal", client.max_priority

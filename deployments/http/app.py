@@ -1,10 +1,9 @@
-"""The OpenAI-compatible HTTP application: its routes, and what stands before them.
+"""The OpenAI-compatible HTTP application: its routes, its middleware and its exception handlers.
 
-Owns which route does what and which error becomes what. Everything it needs comes in `ApiDependencies`, at construction
-or later, so it runs the same inside a Serve replica, under uvicorn and in a test. Does not know Ray or how an answer is
-made (`generating`).
+Everything it needs comes in `ApiDependencies`, at construction or later, so it runs the same inside a Serve replica,
+under uvicorn and in a test. Does not know Ray or how a response is generated (`generate`).
 
-    CORS -> request id -> door (`access`) -> route
+    CORS -> request id (`connection`) -> access control (`access`) -> route
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from engine.errors import EngineError, EngineUnavailable, PacelineError
 __all__ = ["ApiDependencies", "ApiLimits", "attach", "build_api"]
 
 CLIENT_GONE_STATUS = 499
-"""For logs only: nobody reads it."""
+"""Status of a response whose client has left. It appears in logs only."""
 
 
 def build_api(dependencies: ApiDependencies | None = None, access: Access | None = None) -> FastAPI:
-    """The application; without dependencies it answers 503 until `attach` brings them.
+    """The application. Without dependencies it responds with 503 until `attach` provides them.
 
     Args:
-        access: who may come in; without it, whoever reaches it.
+        access: who may send requests; None allows everybody.
     """
     app = FastAPI(title="Paceline", openapi_url=None, redirect_slashes=False)
     if access is not None:
@@ -65,7 +64,7 @@ def build_api(dependencies: ApiDependencies | None = None, access: Access | None
     app.add_api_route("/health", _health, methods=["GET"])
     app.add_api_route("/v1/models", _list_models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", _get_model, methods=["GET"])
-    # These read their bodies themselves, so FastAPI's way of doing it is skipped.
+    # These routes read the raw body themselves, so FastAPI does not parse it.
     for path, route in POST_ROUTES.items():
         app.add_route(path, route, methods=["POST"])
     app.add_api_route("/openapi.json", _openapi, methods=["GET"])
@@ -74,7 +73,7 @@ def build_api(dependencies: ApiDependencies | None = None, access: Access | None
 
 
 def attach(app: FastAPI, dependencies: ApiDependencies) -> None:
-    """Give an application what it needs, after it was built."""
+    """Provide or replace the dependencies of an application."""
     app.state.dependencies = dependencies
 
 
@@ -88,7 +87,7 @@ def _dependencies(request: Request) -> ApiDependencies:
 async def _health(request: Request) -> Response:
     try:
         dependencies = _dependencies(request)
-        health = drained(await dependencies.client_provider().health(), dependencies.admission)
+        health = drained(await dependencies.engine.health(), dependencies.admission)
     except EngineError as error:
         health = Health(status="dead", reason=str(error), draft="unknown")
     report = HealthReport(health.status, health.reason, health.draft)
@@ -96,11 +95,11 @@ async def _health(request: Request) -> Response:
 
 
 def drained(health: Health, admission: Admission) -> Health:
-    """The health of a server that may be draining."""
+    """The health of a server, with status `draining` or `drained` while it accepts no requests."""
     if admission.accepts or not health.is_serving:
         return health
     count = admission.num_in_flight
-    return replace(health, status="draining" if count else "drained", reason=f"{count} answers in flight")
+    return replace(health, status="draining" if count else "drained", reason=f"{count} requests in flight")
 
 
 async def _list_models(request: Request) -> Response:
@@ -177,12 +176,12 @@ async def _on_routing_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
-    """For routes with parameters that FastAPI checks itself."""
+    """A response to errors of parameters that FastAPI checks itself."""
     del request
     if not isinstance(error, RequestValidationError):
         raise error
     details = error.errors()
-    # FastAPI puts where a value stood ("query", "path") before its name.
+    # FastAPI puts the place of a value ("query", "path") before its name.
     return to_http(from_validation([{**details[0], "loc": details[0]["loc"][1:]}])).response()
 
 

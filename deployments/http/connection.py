@@ -1,7 +1,7 @@
-"""One HTTP exchange: its id, its body, and whether the client is still there.
+"""One HTTP request: its id, its body, and whether its client is still connected.
 
-Owns `x-request-id`, the limit on bodies, and the watch for a client that leaves before its answer has begun. Does not
-know what a body says or who answers it.
+Owns `x-request-id`, the limits on bodies, and the watch for a client that disconnects before its response has begun.
+Does not know the content of a body or the routes.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ T = TypeVar("T")
 
 MAX_REQUEST_ID_LEN = 128
 BODY_TIMEOUT_S = 60.0
-"""A client that sends more slowly holds a connection for nothing."""
+"""Seconds in which a body must be complete."""
 
 
 class ClientGone(Exception):
-    """The client closed its connection before it had its answer. Nobody is left to read a response."""
+    """The client closed its connection before its response."""
 
 
 class RequestContext:
-    """ASGI middleware: gives each exchange an id, in `request.state.request_id` and in the response's headers.
+    """ASGI middleware: gives each request an id, in `request.state.request_id` and in the response's headers.
 
-    It also turns an exception that nothing else handles into a plain 500, logged here with the id. Once a response has
-    started, what lies between here and the route only hands its parts on: `request.state.send_body` takes them at once.
+    It also turns an unhandled exception into HTTP 500 and logs it with the id. `request.state.send_body` sends parts of
+    a body directly, because the middleware between here and the route only forwards them.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -65,20 +65,20 @@ class RequestContext:
 
 
 def choose_request_id(given: str | None) -> str:
-    """The client's own id where it is 1 to 128 printable ASCII characters, otherwise a new one."""
+    """The client's id if it has 1 to 128 printable ASCII characters, else a new id."""
     if given and len(given) <= MAX_REQUEST_ID_LEN and given.isascii() and given.isprintable():
         return given
     return uuid.uuid4().hex
 
 
 async def read_body(request: Request, *, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> bytes:
-    """The whole body.
+    """The complete body of a request.
 
     Raises:
-        UnsupportedMediaType: it is declared to be something other than JSON.
-        BodyTooLarge: it is declared or found to be over `max_bytes`.
-        BodyTooSlow: it was not complete within `timeout_s`.
-        starlette.requests.ClientDisconnect: the client left before its end.
+        UnsupportedMediaType: the content type is not JSON.
+        BodyTooLarge: the body, or its declared length, exceeds `max_bytes`.
+        BodyTooSlow: the body was not complete within `timeout_s` seconds.
+        starlette.requests.ClientDisconnect: the client disconnected before the end of the body.
     """
     media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
@@ -101,16 +101,16 @@ async def read_body(request: Request, *, max_bytes: int, timeout_s: float = BODY
 
 
 async def until_disconnect(receive: Receive) -> None:
-    """Return when the client has gone; only after the body was read."""
+    """Return when the client has disconnected. Call it after the body was read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def while_connected(receive: Receive, work: Coroutine[object, object, T]) -> T:
-    """The result of `work`, which is cancelled when the client leaves first, or when the caller is cancelled.
+    """The result of `work`. Cancels it when the client disconnects first, or when the caller is cancelled.
 
     Raises:
-        ClientGone: it left.
+        ClientGone: the client disconnected first.
     """
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(until_disconnect(receive))
@@ -124,7 +124,7 @@ async def while_connected(receive: Receive, work: Coroutine[object, object, T]) 
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel what still runs and wait until all have ended; their results and errors are dropped."""
+    """Cancel tasks and wait until all have ended. Their results and exceptions are dropped."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

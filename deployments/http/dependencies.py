@@ -1,11 +1,10 @@
-"""What the HTTP application needs from outside, handed to every part of it that answers.
+"""The dependencies of the HTTP application, passed to every route.
 
-Owns the names only, so that routes and what they call share one definition.
+Owns `ApiDependencies` and the ids of running requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from deployments.engine_client import EngineClient
@@ -14,11 +13,11 @@ from deployments.openai.prompts import ApiLimits
 from deployments.openai.tokenizer import TextCodec
 
 MAX_UNBOUNDED = 1 << 30
-"""Answers in flight where nobody says how many may be."""
+"""Capacity of the default admission: practically no bound."""
 
 
 class RunningId:
-    """An id in use until it is released; releasing it again changes nothing."""
+    """An id in use until `release`. Releasing it twice has no effect."""
 
     def __init__(self, request_id: str, ids: set[str]) -> None:
         self.request_id = request_id
@@ -31,13 +30,13 @@ class RunningId:
 
 
 class RunningIds:
-    """Ids of the requests that run now; each is unique within the engine."""
+    """Ids of the requests that run now. Each id is unique within the engine."""
 
     def __init__(self) -> None:
         self._ids: set[str] = set()
 
     def claim(self, wanted: str) -> RunningId:
-        """The wanted id, or with a number appended where a request of that id still runs."""
+        """Reserve the wanted id, with a number appended if a request of that id still runs."""
         request_id, number = wanted, 1
         while request_id in self._ids:
             number += 1
@@ -51,17 +50,23 @@ class RunningIds:
 
 @dataclass(frozen=True, kw_only=True)
 class ApiDependencies:
-    """All that the routes need from outside."""
+    """Everything that the routes need."""
 
-    client_provider: Callable[[], EngineClient]
-    """The engine now; may raise EngineUnavailable."""
+    engine: EngineClient
+    """The engine that runs the requests."""
     codec: TextCodec
+    """Converts between text and token ids."""
     model_name: str
+    """The only value that requests may send as `model`."""
     created: int
-    """When the model was made available, unix seconds."""
+    """Unix time at which the server loaded the model, in seconds."""
     limits: ApiLimits
+    """Bounds on bodies and prompts."""
     system_fingerprint: str | None = None
+    """Value of `system_fingerprint` in responses."""
     running: RunningIds = field(default_factory=RunningIds)
+    """Ids of the requests that run now."""
     admission: Admission = field(default_factory=lambda: Admission(MAX_UNBOUNDED))
+    """The only bound on choices in flight."""
     timeout_s: float = 3600.0
-    """Longest time that an answer may take; requests may ask for less."""
+    """Longest time in seconds that a response may take. A request may ask for less."""

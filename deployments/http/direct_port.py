@@ -1,8 +1,8 @@
-"""The replica's own door: an HTTP server in the replica's event loop, past Serve's proxy.
+"""The direct port: an HTTP server in the replica's event loop that bypasses Serve's proxy.
 
-Owns the listening socket and the server's life. A chunk that passes Serve's proxy is pickled, handed through Ray and
-unpickled, which costs more than making it; here it goes from the application to the socket. Replicas of one machine may
-listen on the same port: the kernel deals connections out. Knows no route.
+Owns the listening socket and the server. Serve's proxy pickles every chunk, which costs more than generating it; here
+the application writes to the socket. Replicas of one node may listen on the same port: the kernel distributes the
+connections. Knows no route.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from starlette.types import ASGIApp
 from engine.errors import ConfigError
 
 KEEP_ALIVE_S = 90
-"""Idle connections stay open for so long, as behind Serve's proxy."""
+"""Seconds after which an idle connection is closed, as in Serve's proxy."""
 BACKLOG = 2048
 _log = logging.getLogger(__name__)
 
 
 class _Server(uvicorn.Server):
-    """Signals belong to the process that Ray manages."""
+    """A uvicorn server that installs no signal handlers, because Ray manages the process."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -36,8 +36,8 @@ class DirectHttp:
     """Listens from `open` until `close`.
 
     Args:
-        app: what Serve mounts, too; Serve runs its start and its end.
-        host, port: to listen on.
+        app: the application that Serve also mounts. Serve runs its lifespan events.
+        host, port: address to listen on.
     """
 
     def __init__(self, app: ASGIApp, *, host: str, port: int) -> None:
@@ -48,7 +48,7 @@ class DirectHttp:
             lifespan="off",
             access_log=False,
             log_config=None,
-            proxy_headers=False,  # who asks decides what is allowed, and headers can claim anything
+            proxy_headers=False,  # access control uses the peer address, which a client must not be able to forge
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
         )
@@ -56,10 +56,10 @@ class DirectHttp:
         self._task: asyncio.Task[None] | None = None
 
     def open(self) -> None:
-        """Listen, in the running event loop.
+        """Start listening, in the running event loop.
 
         Raises:
-            ConfigError: the address cannot be had.
+            ConfigError: the address cannot be bound.
         """
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -75,7 +75,7 @@ class DirectHttp:
         _log.info("listening on %s:%d", self._host, self._port)
 
     async def close(self) -> None:
-        """Stop listening; connections have a second to end. Idempotent."""
+        """Stop listening. Open connections have one second to end. Calling it twice has no effect."""
         self._server.should_exit = True
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)

@@ -1,10 +1,10 @@
-"""The two generation routes: the way of one request from its body to its answer, and what it holds meanwhile.
+"""The two generation routes: from the body of a request to its response, and what the request holds meanwhile.
 
-Owns the order of checks, and that ids and places in the queue are free again however a request ends. Does not know
-routes, fields or how tokens are made.
+Owns the order of the checks, and the release of request ids and places in the queue however a request ends. Does not
+know the routes, the fields of a body, or how tokens are computed.
 
-    body -> protocol -> generation.make_submits -> admission -> EngineClient -> generation.read_pieces -> (fanout ->)
-         -> deadline -> answers -> (sse ->) client
+    body -> openai.requests -> engine_requests.make_submits -> admission -> EngineClient -> choice_stream.read_pieces
+         -> (merge_streams ->) until -> response_writer -> (sse ->) client
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from starlette.responses import Response
 
 from deployments.errors import ModelNotFound, from_validation
 from deployments.http.admission import ANONYMOUS, Client, choose_priority
-from deployments.http.answer_streams import merge_streams, until
 from deployments.http.connection import read_body, while_connected
 from deployments.http.dependencies import ApiDependencies, RunningId
+from deployments.http.response_streams import merge_streams, until
 from deployments.http.sse import EventStreamResponse, event_bytes
 from deployments.openai.choice_stream import make_choice, read_pieces
 from deployments.openai.engine_requests import make_submits
 from deployments.openai.requests import ChatBody, CompletionBody, ModelBody
 from deployments.openai.response_writer import AnswerWriter, ChatFormat, CompletionFormat, join
 from deployments.openai.responses import TextDelta
+from engine.errors import InvalidRequest
 from engine.messages import Submit
 
 B = TypeVar("B", bound=ModelBody)
@@ -41,15 +42,15 @@ B = TypeVar("B", bound=ModelBody)
 async def generate(
     request: Request, body_type: type[ChatBody | CompletionBody], dependencies: ApiDependencies
 ) -> Response:
-    """Answer a POST of either generation route, whole or as a stream.
+    """Respond to a POST of either generation route, in one JSON document or as an event stream.
 
     Raises:
-        PacelineError: what goes wrong before the first token; later errors are in the stream.
-        ClientGone: nobody waits any more.
+        PacelineError: an error before the first token. Later errors are events of the stream.
+        ClientGone: the client closed the connection.
     """
     raw = await read_body(request, max_bytes=dependencies.limits.max_body_bytes)
     client: Client = getattr(request.state, "client", ANONYMOUS)
-    held = ExitStack()  # what this request holds until its answer has ended; closing it again changes nothing
+    held = ExitStack()  # ids and places of this request; closing it twice has no effect
     try:
         claims = [_claim(request.state.request_id, dependencies, held)]
         body, submits = await _prepare(raw, body_type, claims[0].request_id, dependencies)
@@ -60,26 +61,29 @@ async def generate(
             replace(submit, request_id=claim.request_id, client=client.name, priority=priority)
             for submit, claim in zip(submits, claims, strict=True)
         )
-        pieces = _run(body, named, held, dependencies)
+        deltas = _run(body, named, held, dependencies)
         writer = _writer(body, submits, dependencies)
-        if not body.stream:
-            return json_response(await while_connected(request.receive, _collect(pieces, writer)))
-        # The first step decides the status line: what goes wrong before it is an ordinary error response.
-        first = await while_connected(request.receive, _take(pieces))
+        try:
+            if not body.stream:
+                return json_response(await while_connected(request.receive, _collect(deltas, writer)))
+            # The first step decides the status line: an error before it is an ordinary error response.
+            first = await while_connected(request.receive, _take(deltas))
+        except InvalidRequest as error:
+            raise with_client_field(error, body) from error
     except BaseException:
         held.close()
         raise
-    events = event_bytes(first, pieces, writer, includes_usage=body.includes_usage, includes_silent=body.streams_tokens)
+    events = event_bytes(first, deltas, writer, includes_usage=body.includes_usage, includes_silent=body.streams_tokens)
     return EventStreamResponse(events)
 
 
 async def _prepare(
     raw: bytes, body_type: type[ChatBody | CompletionBody], request_id: str, dependencies: ApiDependencies
 ) -> tuple[ChatBody | CompletionBody, tuple[Submit, ...]]:
-    """Parse, check and tokenise; in a thread where it may take long, because of its length or a grammar.
+    """Parse, check and tokenise a body; in a thread if it is long or has a grammar, because both take time.
 
     Raises:
-        InvalidRequest: naming the field.
+        InvalidRequest: a field has a bad value.
     """
     is_long = len(raw) > dependencies.limits.inline_body_bytes
     if is_long:
@@ -91,13 +95,21 @@ async def _prepare(
 
 
 def parse_body(raw: bytes, body_type: type[B], dependencies: ApiDependencies) -> B:
-    """Raises InvalidRequest, naming the field."""
+    """The body as its model. Raises InvalidRequest with the name of the bad field."""
     try:
         body = body_type.model_validate_json(raw)
     except ValidationError as error:
         raise from_validation(error.errors(include_url=False)) from None
     check_model(body.model, dependencies)
     return body
+
+
+def with_client_field(error: InvalidRequest, body: ChatBody | CompletionBody) -> InvalidRequest:
+    """An error of the engine that names the field of the body instead of the engine's own parameter."""
+    if error.field != "grammar":
+        return error
+    field = next((field for field, _ in body.grammars()), "tool_choice")
+    return InvalidRequest(f"{field}: {error}", field=field)
 
 
 def _writer(body: ChatBody | CompletionBody, submits: Sequence[Submit], dependencies: ApiDependencies) -> AnswerWriter:
@@ -123,12 +135,11 @@ def _claim(request_id: str, dependencies: ApiDependencies, held: ExitStack) -> R
 def _run(
     body: ChatBody | CompletionBody, submits: Sequence[Submit], held: ExitStack, dependencies: ApiDependencies
 ) -> AsyncGenerator[TextDelta, None]:
-    """The pieces of all answers; what the request holds is free again when they end."""
-    client = dependencies.client_provider()
+    """The text deltas of all choices. Releases what the request holds when they end."""
     sources = []
     for index, submit in enumerate(submits):
         choice = make_choice(body, submit, index, dependencies.codec)
-        sources.append(read_pieces(client.generate(submit), choice))
+        sources.append(read_pieces(dependencies.engine.generate(submit), choice))
     return until(
         sources[0] if len(sources) == 1 else merge_streams(sources),
         timeout_s=min(body.timeout or math.inf, dependencies.timeout_s),
@@ -136,21 +147,22 @@ def _run(
     )
 
 
-async def _take(pieces: AsyncGenerator[TextDelta, None]) -> TextDelta:
-    return await anext(pieces)
+async def _take(deltas: AsyncGenerator[TextDelta, None]) -> TextDelta:
+    return await anext(deltas)
 
 
-async def _collect(pieces: AsyncGenerator[TextDelta, None], writer: AnswerWriter) -> bytes:
+async def _collect(deltas: AsyncGenerator[TextDelta, None], writer: AnswerWriter) -> bytes:
     choices: list[list[TextDelta]] = [[] for _ in range(writer.num_choices)]
     try:
-        async for piece in pieces:
-            choices[piece.index].append(piece)
+        async for delta in deltas:
+            choices[delta.index].append(delta)
     finally:
-        await pieces.aclose()
+        await deltas.aclose()
     return writer.whole([join(choice) for choice in choices])
 
 
 def check_model(name: str, dependencies: ApiDependencies) -> None:
+    """Raises ModelNotFound unless `name` is the model of this server."""
     if name != dependencies.model_name:
         raise ModelNotFound(
             f"The model {name[:200]!r} does not exist; this server has {dependencies.model_name!r}", field="model"
@@ -158,4 +170,5 @@ def check_model(name: str, dependencies: ApiDependencies) -> None:
 
 
 def json_response(content: bytes, status: int = 200) -> Response:
+    """A response whose body is JSON already."""
     return Response(content, status, media_type="application/json")

@@ -1,7 +1,7 @@
-"""API keys: who they belong to and what their holders may do. Only hashes are kept.
+"""API keys: their owners and limits. Only hashes of keys are stored.
 
-Owns the key file, the environment variable and the comparison. A key is 256 random bits, so one SHA-256 is enough:
-there is nothing to guess. Error messages of this file never repeat what they were given. Does not know HTTP.
+Owns the key file, the environment variable and the comparison. A key has 256 random bits, so one SHA-256 is enough. The
+error messages of this module never repeat their input. Does not know HTTP.
 
     keys:                            PACELINE_API_KEYS="<key>,<key>"     without limits, named key-1, key-2
       - name: batch
@@ -33,7 +33,7 @@ from engine.messages import Priority
 KEYS_ENV = "PACELINE_API_KEYS"
 MIN_KEY_LEN = 16
 PREFIX = "pl-"
-"""Of keys made here, so that scanners of repositories find those that were committed by mistake."""
+"""Prefix of generated keys, by which secret scanners find keys that were committed by mistake."""
 
 
 class KeyEntry(Settings):
@@ -41,15 +41,17 @@ class KeyEntry(Settings):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    """Of the key's UTF-8 bytes."""
+    """SHA-256 of the key's UTF-8 bytes, in hexadecimal."""
     max_concurrent: Annotated[int, Field(ge=1)] | None = None
-    """Answers in flight."""
+    """Largest number of choices in flight."""
     requests_per_minute: Annotated[int, Field(ge=1)] | None = None
+    """Largest number of requests per minute."""
     max_priority: Priority = "normal"
+    """Highest priority that its requests may have."""
 
 
 class KeyFile(Settings):
-    """A key file."""
+    """The content of a key file."""
 
     keys: Annotated[tuple[KeyEntry, ...], Field(min_length=1)]
 
@@ -58,10 +60,10 @@ class KeyRing:
     """All keys of a server.
 
     Args:
-        entries: of which no two have one name or one hash.
+        entries: the keys, with different names and hashes.
 
     Raises:
-        ConfigError: two have.
+        ConfigError: two keys have the same name or hash.
     """
 
     def __init__(self, entries: Sequence[KeyEntry] = ()) -> None:
@@ -86,7 +88,7 @@ class KeyRing:
         return len(self._entries)
 
     def find(self, key: str) -> Client | None:
-        """Whose key this is; takes the same time for every key, right or wrong."""
+        """The client of a key; None for an unknown key. Takes the same time for every key."""
         digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
         found = None
         for expected, client in self._entries:
@@ -99,7 +101,7 @@ class KeyRing:
         """The keys of a file and of the environment.
 
         Raises:
-            ConfigError: naming the file and what is wrong with it, never a key.
+            ConfigError: the file or a key is invalid. The message never contains a key.
         """
         entries = list(_read(Path(file).expanduser())) if file is not None else []
         given = [key.strip() for key in environ.get(KEYS_ENV, "").split(",") if key.strip()]
@@ -111,28 +113,28 @@ class KeyRing:
 
 
 def has_keys(settings: AppSettings, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether clients of this app need a key."""
+    """Whether clients of this app need an API key."""
     return settings.api_keys_file is not None or bool(environ.get(KEYS_ENV))
 
 
 def hash_key(key: str) -> str:
-    """As a key file holds it."""
+    """The hash of a key, as a key file holds it."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def new_key() -> str:
-    """256 random bits."""
+    """A new key of 256 random bits."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
 def add_key(file: Path, name: str) -> str:
-    """Make a key and append it to a file, which is made where there is none, for its owner's eyes only.
+    """Generate a key and append its hash to a file. A new file is readable by its owner only.
 
     Returns:
-        The key; it cannot be found out again.
+        The key. It cannot be recovered from the file.
 
     Raises:
-        ConfigError: the file is damaged, cannot be written, or has that name already.
+        ConfigError: the file is invalid or cannot be written, or the name is invalid or taken.
     """
     key = new_key()
     entries = list(_read(file)) if file.exists() else []
@@ -155,7 +157,7 @@ def add_key(file: Path, name: str) -> str:
 def _read(file: Path) -> tuple[KeyEntry, ...]:
     try:
         if file.stat().st_mode & 0o022:
-            raise ConfigError(f"{file}: others may write to it, and so let themselves in; chmod go-w it")
+            raise ConfigError(f"{file}: other users may write to it and could add keys; run chmod go-w on it")
         values = yaml.safe_load(file.read_text())
         return KeyFile.model_validate(values).keys
     except OSError as error:

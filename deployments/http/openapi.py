@@ -1,6 +1,6 @@
-"""The OpenAPI document of the HTTP interface, made from the models that requests are parsed and answers written with.
+"""The OpenAPI document of the HTTP interface, generated from the models of request bodies and responses.
 
-Owns which route takes and gives what. Routes read raw bodies, so nothing here is found by inspecting them.
+Owns the body, responses and errors of each route. The routes read raw bodies, so FastAPI cannot derive them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from deployments.openai.responses import (
 
 _REF = "#/components/schemas/{%s}"
 _BODIES: tuple[type[BaseModel], ...] = (ChatBody, CompletionBody, TokenizeBody, TokenizeChatBody, DetokenizeBody)
-_ANSWERS: tuple[Any, ...] = (
+_RESPONSES: tuple[Any, ...] = (
     Answer[ChatChoice],
     Answer[ChatChunkChoice],
     Answer[CompletionChoice],
@@ -44,12 +44,12 @@ _ANSWERS: tuple[Any, ...] = (
 _ERRORS = {
     400: "A field has a bad value, or the context is too short",
     401: "No valid API key",
-    403: "Not from here: a server without keys answers on loopback only, and web pages elsewhere need cors_origins",
+    403: "A server without API keys accepts requests from loopback only; web pages of other origins need cors_origins",
     404: "No such model or route",
-    408: "The body came too slowly, or the answer was not complete within `timeout`",
+    408: "The body came too slowly, or the response was not complete within `timeout`",
     413: "The body is too large",
-    415: "The body is said not to be JSON",
-    429: "Too many requests wait; see Retry-After",
+    415: "The content type is not JSON",
+    429: "Too many requests are in flight; see Retry-After",
     500: "The engine failed",
     503: "The engine is starting, draining or dead; see Retry-After",
 }
@@ -57,10 +57,10 @@ _ERRORS = {
 
 @cache
 def openapi_document(model_name: str | None = None) -> bytes:
-    """The document as JSON; made once per name.
+    """The document as JSON. Cached by name.
 
     Args:
-        model_name: the only one that requests may name, where it is known.
+        model_name: the only value that requests may send as `model`; None if it is not known yet.
     """
     document = _document()
     if model_name is not None:
@@ -72,10 +72,10 @@ def openapi_document(model_name: str | None = None) -> bytes:
 
 def _document() -> dict[str, Any]:
     _, bodies = models_json_schema([(body, "validation") for body in _BODIES], ref_template=_REF % "model")
-    answers, components = msgspec.json.schema_components(_ANSWERS, ref_template=_REF % "name")
-    refs = {_name(kind): schema for kind, schema in zip(_ANSWERS, answers, strict=True)}
+    schemas, components = msgspec.json.schema_components(_RESPONSES, ref_template=_REF % "name")
+    refs = {_name(kind): schema for kind, schema in zip(_RESPONSES, schemas, strict=True)}
     paths = {
-        "/health": {"get": _operation("How the engine is", refs["HealthReport"], also={503: refs["HealthReport"]})},
+        "/health": {"get": _operation("State of the engine", refs["HealthReport"], also={503: refs["HealthReport"]})},
         "/v1/models": {"get": _operation("The model served here", refs["ModelList"], errors=(503,))},
         "/v1/models/{model_id}": {
             "get": _operation("One model", refs["ModelCard"], errors=(404, 503))
@@ -83,7 +83,10 @@ def _document() -> dict[str, Any]:
         },
         "/v1/chat/completions": {
             "post": _operation(
-                "Answer a conversation", refs["ChatChoice"], body=_ref(ChatBody), chunk=refs["ChatChunkChoice"]
+                "Generate the next message of a conversation",
+                refs["ChatChoice"],
+                body=_ref(ChatBody),
+                chunk=refs["ChatChunkChoice"],
             )
         },
         "/v1/completions": {
@@ -109,7 +112,7 @@ def _document() -> dict[str, Any]:
 
 
 def _name(kind: Any) -> str:
-    """A name for a type in `refs`: that of its choices for an answer."""
+    """The name of a type in `refs`: of a response with choices, the name of the type of its choices."""
     arguments = getattr(kind, "__args__", ())
     return str(arguments[0].__name__ if arguments else kind.__name__)
 
@@ -120,7 +123,7 @@ def _ref(body: type[BaseModel]) -> dict[str, Any]:
 
 def _operation(
     summary: str,
-    answer: Mapping[str, Any],
+    schema: Mapping[str, Any],
     *,
     body: Mapping[str, Any] | None = None,
     chunk: Mapping[str, Any] | None = None,
@@ -130,18 +133,20 @@ def _operation(
     """One operation.
 
     Args:
-        answer, chunk: schema of the response, and of an event's data where it can stream.
-        body: schema of the request; its errors are then all possible.
+        schema: of the response.
+        body: schema of the request body.
+        chunk: schema of an event's data; None for a route that cannot stream.
+        errors: possible error statuses; None for all if there is a body, else none.
         also: further statuses with their schemas.
     """
-    content: dict[str, Any] = {"application/json": {"schema": answer}}
+    content: dict[str, Any] = {"application/json": {"schema": schema}}
     if chunk is not None:
         content["text/event-stream"] = {"schema": _event(chunk)}
-    responses: dict[str, Any] = {"200": {"description": "The answer", "content": content}}
+    responses: dict[str, Any] = {"200": {"description": "The response", "content": content}}
     for status in errors if errors is not None else tuple(_ERRORS) if body is not None else ():
         responses[str(status)] = _json_response(_ERRORS[status], {"$ref": "#/components/schemas/ErrorEnvelope"})
-    for status, schema in (also or {}).items():
-        responses[str(status)] = _json_response(_ERRORS[status], schema)
+    for status, other in (also or {}).items():
+        responses[str(status)] = _json_response(_ERRORS[status], other)
     operation: dict[str, Any] = {"summary": summary, "responses": responses}
     if body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
@@ -149,7 +154,7 @@ def _operation(
 
 
 def _event(chunk: Mapping[str, Any]) -> dict[str, Any]:
-    """An event of a stream: a chunk, an error that ended it, or the mark of its end."""
+    """Schema of an event of a stream: a chunk, the error that ended the stream, or [DONE]."""
     data = {
         "contentMediaType": "application/json",
         "contentSchema": {"anyOf": [chunk, {"$ref": "#/components/schemas/ErrorEnvelope"}]},

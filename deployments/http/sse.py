@@ -1,7 +1,7 @@
-"""Server-sent events: a stream of pieces becomes the bytes of an event stream, and the connection carries them.
+"""Server-sent events: text deltas become the bytes of an event stream, which the response sends.
 
-Owns framing, the order of events, errors in mid-stream, and that the engine's generator is closed the moment the
-client leaves. Does not know what a chunk says (`responses`) or where pieces come from.
+Owns framing, the order of events, errors after the first event, and the closing of the engine's generator as soon as
+the client disconnects. Does not know the content of a chunk (`responses`) or the source of the deltas.
 """
 
 from __future__ import annotations
@@ -26,42 +26,44 @@ DONE = b"data: [DONE]\n\n"
 
 
 def frame(data: bytes) -> bytes:
-    """One event. JSON holds no raw line breaks, so one `data:` line carries it."""
+    """One event. JSON contains no raw line breaks, so one `data:` line is enough."""
     return b"data: " + data + b"\n\n"
 
 
 async def event_bytes(
     first: TextDelta,
-    pieces: AsyncGenerator[TextDelta, None],
+    deltas: AsyncGenerator[TextDelta, None],
     writer: AnswerWriter,
     *,
     includes_usage: bool,
     includes_silent: bool = False,
 ) -> AsyncGenerator[bytes, None]:
-    """Bytes to send, one item per piece: a chunk that carries all of it.
+    """The bytes of an event stream, one item per delta.
 
-    A piece that shows nothing and ends nothing gives no event. The last item holds the final chunk, the usage chunk
-    where it was asked for, and [DONE]. An error is an event of its own and the end: no [DONE] after it.
+    A delta without visible text and without an end gives no event. The last item holds the final chunk, the usage chunk
+    if the request asked for it, and [DONE]. An error is the last event; no [DONE] follows it.
 
     Args:
-        first: already taken from `pieces`, so that an early error could still become a status line.
-        includes_silent: send a chunk also for pieces that show nothing.
+        first: the first delta, taken from `deltas` before, so that an earlier error could set the status line.
+        writer: encodes chunks.
+        includes_usage: send a usage chunk.
+        includes_silent: send a chunk also for deltas without visible text.
     """
-    piece = first
+    delta = first
     begun: set[int] = set()
     lasts: dict[int, TextDelta] = {}
     try:
         while True:
-            if includes_silent or not piece.is_silent:
-                is_first = piece.index not in begun
-                data = frame(writer.chunk(piece, is_first=is_first, includes_usage=includes_usage))
-                begun.add(piece.index)
-                if piece.finish_reason is not None:
-                    lasts[piece.index] = piece
+            if includes_silent or not delta.is_silent:
+                is_first = delta.index not in begun
+                data = frame(writer.chunk(delta, is_first=is_first, includes_usage=includes_usage))
+                begun.add(delta.index)
+                if delta.finish_reason is not None:
+                    lasts[delta.index] = delta
                 if len(lasts) == writer.num_choices:
                     break
                 yield data
-            piece = await anext(pieces)
+            delta = await anext(deltas)
         if includes_usage:
             data += frame(writer.usage_chunk([lasts[index] for index in sorted(lasts)]))
         yield data + DONE
@@ -71,14 +73,14 @@ async def event_bytes(
         logger.exception("stream %s failed", writer.answer_id)
         yield frame(to_http(error).body)
     finally:
-        await pieces.aclose()
+        await deltas.aclose()
 
 
 class EventStreamResponse(StreamingResponse):
-    """Sends an event stream and closes `content` at once when the client leaves or the task is cancelled.
+    """Sends an event stream and closes `content` at once when the client disconnects or the task is cancelled.
 
-    The base class leaves a generator that is suspended between two items to the garbage
-    collector; a request in an engine cannot wait for that.
+    The base class leaves a suspended generator to the garbage collector, and the engine would run the request until
+    then.
     """
 
     media_type = "text/event-stream"
@@ -94,7 +96,7 @@ class EventStreamResponse(StreamingResponse):
         try:
             await asyncio.wait((sending, watching), return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
-                with contextlib.suppress(OSError):  # The connection broke while sending: the client has left.
+                with contextlib.suppress(OSError):  # The connection broke while sending: the client has gone.
                     sending.result()
         finally:
             await cancel(sending, watching)

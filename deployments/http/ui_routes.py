@@ -1,10 +1,10 @@
-"""The live page: its files, and the numbers it draws.
+"""The web page: its files, and the measurements that it plots.
 
-Owns which files are served and under which policy, and the JSON of the last minutes. The page itself is plain HTML, CSS
-and modules in `ui/`; it talks to the same API as every client. Does not know Ray or where numbers come from.
+Owns which files are served with which headers, and the JSON of recent measurements. The page itself is plain HTML, CSS
+and JavaScript in `ui/`, and uses the same API as every client. Does not know Ray or the source of the measurements.
 
-    /ui           the page          /ui/data?since=<unix seconds>   sums per second, for its charts
-    /ui/<file>    what it loads
+    /ui           the page          /ui/data?since=<unix seconds>   sums per second, for the charts
+    /ui/<file>    a file that the page loads
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MEDIA_TYPES = {
     "": "text/plain; charset=utf-8",
 }
 HEADERS = {
-    # Nothing from elsewhere, nothing inline, no frame around it: the page may hold an admin key.
+    # The page may hold an admin key, so it loads nothing from elsewhere, runs nothing inline and allows no frame.
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -44,20 +44,20 @@ HEADERS = {
     "cache-control": "no-cache",
 }
 PERIOD_S = 1.0
-"""How often the page asks."""
+"""Seconds between two requests of the page for data."""
 
 HistorySource = Callable[[float], Awaitable[HistoryView]]
 HealthSource = Callable[[], Awaitable[Health]]
 
 
 def add_ui_routes(app: FastAPI, *, model_name: str, history: HistorySource, health: HealthSource) -> None:
-    """Serve the page.
+    """Add the page's routes.
 
     Args:
-        app: that also answers /v1/chat/completions and /health.
-        model_name: to send with requests.
-        history: the last minutes from a unix time on; may raise EngineUnavailable.
-        health: of the engine behind this application.
+        app: an application made by `build_api`.
+        model_name: the model that the page sends with requests.
+        history: returns recent measurements from a Unix time on. May raise EngineUnavailable.
+        health: returns the state of the engine.
     """
     routes = [Route("/ui", partial(_file, FOLDER / "index.html")), Route("/ui/", _to_page)]
     routes += [Route(f"/ui/{path.relative_to(FOLDER)}", partial(_file, path)) for path in served_files()]
@@ -66,7 +66,7 @@ def add_ui_routes(app: FastAPI, *, model_name: str, history: HistorySource, heal
 
 
 def served_files() -> list[Path]:
-    """Every file of the page."""
+    """All files of the page."""
     return sorted(path for path in FOLDER.rglob("*") if path.is_file())
 
 
@@ -76,7 +76,7 @@ async def _file(path: Path, request: Request) -> Response:
 
 
 async def _to_page(request: Request) -> Response:
-    """The page's links are relative to an address without the slash."""
+    """Redirect to /ui, because the page's links are relative to an address without a slash at the end."""
     del request
     return RedirectResponse("../ui", 307)
 
@@ -88,7 +88,7 @@ async def _data(model_name: str, history: HistorySource, health: HealthSource, r
 
 
 def _since(given: str) -> float:
-    """Raises InvalidRequest when it is no time."""
+    """The query parameter `since`, Unix time in seconds. Raises InvalidRequest for any other value."""
     try:
         since_s = float(given)
     except ValueError:

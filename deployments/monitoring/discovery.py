@@ -1,7 +1,7 @@
-"""Where Prometheus finds the replicas of this machine: one target file per replica, for file_sd.
+"""Prometheus service discovery: one target file per replica of this node, for file_sd.
 
-Owns the files' names and content. A file appears whole or not at all, goes when its replica stops, and is cleared away
-by the next replica that starts here if its process was killed.
+Owns the names and content of the files. A file is written atomically and removed when its replica stops. The file of a
+killed replica is removed by the next replica that starts on this node.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import psutil
 from engine.checkpoint.store import cache_folder
 
 FOLDER_ENV = "PACELINE_METRICS_DIR"
-# Prometheus drops labels that begin with two underscores after it has found a target.
+# Prometheus drops labels that begin with two underscores after discovery.
 PID_LABEL, HOST_LABEL = "__paceline_pid", "__paceline_host"
 
 
 def targets_folder(configured: str | None) -> Path:
-    """The setting, else the environment's, else a folder in the cache."""
+    """The folder of target files: as configured, else from the environment, else in the cache."""
     chosen = configured or os.environ.get(FOLDER_ENV)
     return Path(chosen).expanduser() if chosen else cache_folder() / "metrics-targets"
 
 
 class TargetFile:
-    """The target of one replica.
+    """The target file of one replica.
 
     Args:
-        folder: made if it is not there.
-        replica: its name, unique.
+        folder: of target files. Created by `write` if it does not exist.
+        replica: unique name of the replica.
     """
 
     def __init__(self, folder: Path, replica: str) -> None:
@@ -42,7 +42,7 @@ class TargetFile:
         self.path = folder / f"paceline-{safe}.json"
 
     def write(self, address: str, labels: Mapping[str, str]) -> None:
-        """Announce `host:port`. Clears away what killed replicas of this host left."""
+        """Write the file with target `host:port`. Also removes the files of killed replicas of this host."""
         self._folder.mkdir(parents=True, exist_ok=True)
         clear_dead(self._folder)
         own = {PID_LABEL: str(os.getpid()), HOST_LABEL: socket.gethostname()}
@@ -51,14 +51,16 @@ class TargetFile:
         partial.replace(self.path)
 
     def remove(self) -> None:
-        """Idempotent."""
+        """Remove the file. Calling it twice has no effect."""
         self.path.unlink(missing_ok=True)
 
 
 def clear_dead(folder: Path) -> None:
-    """Remove the targets of this host's replicas whose processes are gone."""
+    """Remove the target files of this host whose processes are gone."""
     for file in folder.glob("paceline-*.json"):
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # not one of ours
+        with contextlib.suppress(
+            OSError, ValueError, LookupError, TypeError, AttributeError
+        ):  # not a target file of Paceline
             labels = json.loads(file.read_text())[0]["labels"]
             if labels[HOST_LABEL] == socket.gethostname() and not psutil.pid_exists(int(labels[PID_LABEL])):
                 file.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""One replica's numbers in Prometheus' text format, on a port of its own.
+"""The metrics endpoint of one replica, in Prometheus' text format on a separate port.
 
-Owns the way from declarations and readings to metric families, and the little HTTP server. Each replica is a target of
-its own: behind a load balancer every scrape would meet another one. Does not know how readings are made.
+Owns the conversion of a snapshot to metric families, and the HTTP server. Each replica is a scrape target, because a
+load balancer would direct every scrape to a different replica. Does not know the source of the snapshots.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from engine.metrics.types import Metric
 _log = logging.getLogger(__name__)
 
 
-class ReadingsCollector:
-    """A prometheus_client collector over readings.
+class SnapshotCollector:
+    """A prometheus_client collector over metric snapshots.
 
     Args:
-        read: everything counted so far; called once per scrape.
-        common: values of COMMON_LABELS.
+        read: returns a snapshot. Called once per scrape.
+        common: values of COMMON_LABELS by name.
+        metrics: the declarations to expose.
     """
 
     def __init__(
@@ -44,17 +45,17 @@ class ReadingsCollector:
         self._metrics = tuple(metrics)
 
     def collect(self) -> Iterator[Family]:
-        """One family per declaration, those without readings at 0."""
+        """One family per declaration. A series without a value is 0."""
         snapshot = self._read()
         for metric in self._metrics:
             yield self._histogram(metric, snapshot) if metric.kind == "histogram" else self._numbers(metric, snapshot)
 
     def describe(self) -> list[Family]:
-        """Nothing ahead of time: a scrape must not happen at registration."""
+        """Nothing, so that registration does not read a snapshot."""
         return []
 
     def _numbers(self, metric: Metric, snapshot: MetricSnapshot) -> Family:
-        # The families put `_total` behind a counter's name and a unit never: the name holds both already.
+        # A counter family adds `_total` to its name only if the name lacks it.
         labels = (*COMMON_LABELS, *metric.labels)
         family = (CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily)(
             metric.name, _help(metric), labels=labels
@@ -86,25 +87,29 @@ def _help(metric: Metric) -> str:
 
 
 class Exporter:
-    """The server; scrapes are answered in a thread of their own, so `read` may block.
+    """The HTTP server. Each scrape runs in a separate thread, so `read` may block.
 
-    It speaks the plain text format only: in the other one the library rewrites names with colons, such as the aliases.
+    It supports the plain text format only. In the OpenMetrics format the library rewrites names with colons, such as
+    the aliases.
 
     Args:
-        host, port: where to listen; port 0 takes a free one.
+        read: returns a snapshot. Called once per scrape.
+        common: values of COMMON_LABELS by name.
+        host, port: address to listen on. Port 0 takes a free port.
 
     Raises:
-        ConfigError: the port is taken.
+        ConfigError: the address cannot be bound.
     """
 
     def __init__(self, read: Callable[[], MetricSnapshot], common: Mapping[str, str], *, host: str, port: int) -> None:
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(ReadingsCollector(read, common))
+        registry.register(SnapshotCollector(read, common))
         try:
             self._server = _Server(registry, host, port)
         except OSError as error:
             raise ConfigError(f"metrics_host, metrics_port: cannot listen on {host}:{port}: {error}") from None
         self.port = int(self._server.server_address[1])
+        """The port that it listens on."""
         self._thread = Thread(target=self._server.serve_forever, args=(0.1,), name="metrics", daemon=True)
         self._thread.start()
 
@@ -130,13 +135,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path.partition("?")[0] != "/metrics":
-            self.send_error(404, "Only /metrics is here")
+            self.send_error(404, "The only path is /metrics")
             return
         try:
             body = generate_latest(self.server.registry)
-        except Exception:  # noqa: BLE001 - a scrape says 500 and why is in the log; the server goes on
+        except Exception:  # noqa: BLE001 - the scrape fails with 500, the log has the cause, the server goes on
             _log.exception("a scrape failed")
-            self.send_error(500, "The numbers cannot be read")
+            self.send_error(500, "The metrics cannot be read; see the log of the replica")
             return
         self.send_response(200)
         self.send_header("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)
@@ -145,4 +150,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """A scrape is no news."""
+        """Do not log scrapes."""

@@ -1,6 +1,6 @@
-"""Everything by which one replica can be watched: metrics and their target file, traces, request log, timelines.
+"""Observability of one replica: metrics and their target file, traces, request log and timelines.
 
-Owns their joining and their life: made before the engine serves, started once it does, closed when the replica stops.
+Owns the wiring and the lifecycle: created before the engine serves, started with it, closed when the replica stops.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ WILDCARDS = ("0.0.0.0", "::")
 
 
 class ReplicaObserver:
-    """Watches one replica.
+    """Observes one replica.
 
     Args:
         settings: of the app.
-        engine: does the work; `engine` of this object records it.
-        read_engine: what was counted in the engine's processes.
-        app, replica: names.
+        engine: the engine to observe. The attribute `engine` wraps it and records every request.
+        read_engine: returns the metrics of the engine's processes.
+        app, replica: values of these labels.
 
     Raises:
-        ConfigError: a setting asks for what cannot be had.
+        ConfigError: the settings ask for traces that cannot be written or sent.
     """
 
     def __init__(
@@ -62,11 +62,14 @@ class ReplicaObserver:
         self.engine = TimedEngine(engine, sinks, keep=settings.num_timelines)
 
     def start(self, loop: asyncio.AbstractEventLoop, *, node_ip: str) -> None:
-        """Listen for scrapes and announce it.
+        """Start the metrics endpoint and write its target file.
 
         Args:
-            loop: in which `read_engine` runs; scrapes come from another thread.
-            node_ip: announced when `metrics_host` is a wildcard.
+            loop: the event loop in which `read_engine` runs. Scrapes come from other threads.
+            node_ip: host of the target if `metrics_host` is a wildcard.
+
+        Raises:
+            ConfigError: the endpoint's address cannot be bound.
         """
         settings = self._settings
         self._counters.set("paceline_start_time_seconds", time.time())
@@ -78,11 +81,11 @@ class ReplicaObserver:
         self._target.write(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", self._labels)
 
     def count_refusal(self, cause: str) -> None:
-        """Enter a request that was refused before it reached the engine."""
+        """Count a request that was refused before it reached the engine, by cause."""
         self._counters.add("paceline_rejected_total", 1, cause)
 
     def read(self, loop: asyncio.AbstractEventLoop) -> MetricSnapshot:
-        """Everything counted in the replica's processes. From any thread but the loop's."""
+        """The metrics of all processes of the replica. Call it from any thread except the loop's."""
 
         async def ask() -> MetricSnapshot:
             return await self._read_engine()
@@ -91,7 +94,7 @@ class ReplicaObserver:
         return merge([self._counters.read(), engine])
 
     def close(self) -> None:
-        """Withdraw the target and stop listening. Blocks for up to a second; idempotent."""
+        """Remove the target file and stop the endpoint. Blocks for up to a second. Calling it twice has no effect."""
         self._target.remove()
         if self._exporter is not None:
             self._exporter.close()

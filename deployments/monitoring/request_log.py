@@ -1,6 +1,6 @@
-"""A finished request's timeline as metrics of the replica's process, and as one structured log line.
+"""The timeline of a finished request as metrics of the replica, and as one structured log line.
 
-Owns which figure of a timeline goes into which metric.
+Owns the mapping from timelines to metrics, and the JSON log format.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def count_request(timeline: Timeline, counters: MetricCounters) -> None:
-    """Enter a request that ended."""
+    """Count a finished request."""
     if timeline.is_refused:
         counters.add("paceline_rejected_total", 1, timeline.outcome)
         return
@@ -37,7 +37,7 @@ def count_request(timeline: Timeline, counters: MetricCounters) -> None:
 
 
 def log_request(timeline: Timeline) -> None:
-    """One line per request, its figures in `extra` for a structured formatter."""
+    """Write one log line for a finished request. Its figures are in `extra`, for `JsonFormatter`."""
     figures = {
         "request_id": timeline.request_id,
         "outcome": timeline.outcome,
@@ -55,10 +55,11 @@ def log_request(timeline: Timeline) -> None:
 
 
 OUR_LOGGERS = ("paceline", "deployments", "engine", "autoscale")
+"""Names of the top loggers of Paceline."""
 
 
 class JsonFormatter(logging.Formatter):
-    """`time`, `level`, `logger`, `message`, then the record's `figures` if it has any, and `exception`."""
+    """A JSON object per line: `time`, `level`, `logger`, `message`, the record's `figures`, and `exception`."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -74,10 +75,10 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_as_json(stream: IO[str] | None = None) -> logging.Handler:
-    """Write this process's lines of ours as JSON.
+    """Write the log lines of Paceline in this process as JSON.
 
     Args:
-        stream: default: stderr.
+        stream: receives the lines; None for stderr.
     """
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter())

@@ -1,6 +1,6 @@
-"""When what happened to a request: recorded once, as it passes, and read by metrics, traces, logs and the debug page.
+"""Timelines of requests: recorded once, and used by metrics, traces, logs and the debug route.
 
-Owns the record and the wrapper around an engine that fills it. What is done with a finished record is injected.
+Owns the record and the wrapper around an engine that fills it. The use of a finished record is injected.
 """
 
 from __future__ import annotations
@@ -13,56 +13,67 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 from deployments.engine_client import EngineClient, Health
-from engine.errors import EngineUnavailable, QueueFull
+from engine.errors import EngineUnavailable
 from engine.messages import Delta, Submit
 
 MAX_STEPS = 1024
-"""Steps of a request that are kept one by one."""
+"""Number of steps of a request that are kept individually."""
 
 
 class TimelineStep(Struct, frozen=True, gc=False):
-    """One message of a request."""
+    """One delta of a request."""
 
     at_s: float
-    """Seconds after arrival."""
+    """Seconds from the request's arrival to the delta."""
     num_tokens: int
+    """Number of tokens in the delta."""
     num_drafted: int
-    """Draft tokens verified in it."""
+    """Number of draft tokens that the step verified."""
     num_accepted: int
+    """Number of draft tokens that the step accepted."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Timeline:
-    """One request. Durations count from its arrival in this process."""
+    """One request. Durations start at its arrival in this process."""
 
     request_id: str
+    """Id of the request within the engine."""
     num_prompt: int
+    """Number of prompt tokens."""
     arrived_s: float
-    """Unix time."""
+    """Unix time of its arrival, in seconds."""
     queue_s: float | None = None
-    """Until its first step; None while that is not known."""
+    """Seconds to its first step; None before that."""
     ttft_s: float | None = None
+    """Seconds to its first token; None before that."""
     e2e_s: float | None = None
-    """Until its end; None while it runs."""
+    """Seconds to its end; None while it runs."""
     outcome: str = "running"
-    """Then a finish reason, or `queue_full` or `unavailable` when it was refused."""
+    """`running`, then a finish reason, or `unavailable` if the engine refused the request."""
     error: str | None = None
+    """Message of the exception that ended it; None without one."""
     num_tokens: int = 0
+    """Number of generated tokens."""
     num_cached: int = 0
+    """Number of prompt tokens found in the prefix cache."""
     num_drafted: int = 0
+    """Number of draft tokens that were verified."""
     num_accepted: int = 0
+    """Number of draft tokens that were accepted."""
     gaps_s: list[float] = field(default_factory=list)
-    """Between messages, of the first MAX_STEPS."""
+    """Seconds between successive deltas, of the first MAX_STEPS deltas."""
     steps: list[TimelineStep] = field(default_factory=list)
-    """The first MAX_STEPS."""
+    """The first MAX_STEPS deltas."""
 
     @property
     def is_refused(self) -> bool:
-        return self.outcome in ("queue_full", "unavailable")
+        """Whether the request ended before the engine accepted it."""
+        return self.outcome == "unavailable"
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds per token after the first message's, where there are any."""
+        """Seconds per token after the first delta; None if there are no such tokens."""
         if self.ttft_s is None or self.e2e_s is None or not self.steps or self.num_tokens <= self.steps[0].num_tokens:
             return None
         return (self.e2e_s - self.ttft_s) / (self.num_tokens - self.steps[0].num_tokens)
@@ -75,9 +86,9 @@ class TimedEngine:
     """An engine whose requests are recorded. Implements `EngineClient`.
 
     Args:
-        engine: does the work.
-        sinks: told of every request that ended, in this event loop; must be quick.
-        keep: timelines that `find` knows, the last ones.
+        engine: runs the requests.
+        sinks: called with the timeline of every finished request, in this event loop; must not block.
+        keep: number of recent timelines that `find` returns.
     """
 
     def __init__(self, engine: EngineClient, sinks: Sequence[Sink], *, keep: int) -> None:
@@ -87,10 +98,11 @@ class TimedEngine:
         self._timelines: OrderedDict[str, Timeline] = OrderedDict()
 
     def find(self, request_id: str) -> Timeline | None:
-        """The timeline of a request that runs or was among the last."""
+        """The timeline of a running or recent request; None for others."""
         return self._timelines.get(request_id)
 
     async def health(self) -> Health:
+        """See `EngineClient.health`."""
         return await self._engine.health()
 
     async def generate(self, submit: Submit) -> AsyncGenerator[Delta, None]:
@@ -126,7 +138,7 @@ class TimedEngine:
 
 
 def note(timeline: Timeline, delta: Delta, at_s: float) -> None:
-    """Enter a message that came `at_s` seconds after arrival."""
+    """Record a delta that came `at_s` seconds after the request's arrival."""
     timeline.queue_s = delta.queue_s
     if delta.token_ids:
         if timeline.ttft_s is None:
@@ -148,6 +160,4 @@ def note(timeline: Timeline, delta: Delta, at_s: float) -> None:
 
 
 def _refusal(error: Exception) -> str:
-    if isinstance(error, QueueFull):
-        return "queue_full"
     return "unavailable" if isinstance(error, EngineUnavailable) else "error"

@@ -1,7 +1,7 @@
-"""A request's timeline as OpenTelemetry spans: request > queue, prefill, decode; each step an event with its tokens.
+"""The timeline of a request as OpenTelemetry spans: request > queue, prefill, decode; each step is an event.
 
-Owns span names and attributes, and where spans go. Spans are made after a request has ended, with the times that were
-recorded, so that tracing costs nothing while it runs.
+Owns the names and attributes of spans, and their destination. Spans are created after a request has ended, from the
+recorded times, so tracing costs nothing while the request runs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Tracing:
     """Sends the spans of finished requests.
 
     Args:
-        exporter: where they go.
-        attributes: of the process: app, replica, model.
+        exporter: sends or writes the spans.
+        attributes: resource attributes of the process: app, replica, model.
     """
 
     def __init__(self, exporter: SpanExporter, attributes: dict[str, str]) -> None:
@@ -33,16 +33,16 @@ class Tracing:
         self._tracer = self._provider.get_tracer("paceline")
 
     def record(self, timeline: Timeline) -> None:
-        """Hand over a request that ended."""
+        """Send the spans of a finished request."""
         trace_request(self._tracer, timeline)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans."""
         self._provider.shutdown()
 
 
 class FileExporter(SpanExporter):
-    """Appends spans to a file, one JSON object a line. Raises OSError when it cannot be opened."""
+    """Appends spans to a file, one JSON object per line. Raises OSError if the file cannot be opened."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,10 +58,14 @@ class FileExporter(SpanExporter):
 
 
 def make_exporter(file: str | None, endpoint: str | None) -> SpanExporter | None:
-    """The exporter that the settings ask for, if any.
+    """The exporter that the settings ask for; None without one.
+
+    Args:
+        file: path of a file for the spans.
+        endpoint: URL of an OTLP/HTTP endpoint.
 
     Raises:
-        ConfigError: both were asked for, or the package that sends them is not installed.
+        ConfigError: both are given, the file cannot be opened, or the package for the endpoint is not installed.
     """
     if file is not None and endpoint is not None:
         raise ConfigError("trace_file, trace_endpoint: both given; allowed is one of them")
@@ -83,7 +87,7 @@ def make_exporter(file: str | None, endpoint: str | None) -> SpanExporter | None
 
 
 def trace_request(tracer: Tracer, timeline: Timeline) -> None:
-    """Spans of one request that ended."""
+    """Create the spans of a finished request."""
 
     def at(seconds: float) -> int:
         return int((timeline.arrived_s + seconds) * 1e9)

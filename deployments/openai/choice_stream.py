@@ -15,7 +15,7 @@ from deployments.openai.requests import ChatBody, CompletionBody
 from deployments.openai.responses import FinishReason, StepTrace, TextDelta
 from deployments.openai.tokenizer import TextCodec
 from deployments.openai.tools import FoundCall, ToolCallParser, make_parser
-from engine.errors import EngineError, EngineUnavailable
+from engine.errors import EngineError
 from engine.messages import Delta, Submit, TokenLogprobs
 
 
@@ -229,15 +229,10 @@ async def read_pieces(deltas: AsyncGenerator[Delta, None], choice: ChoiceStream)
     A stop string closes `deltas` before the last piece is handed on, so a slow client never keeps the engine busy.
 
     Raises:
-        EngineError: the engine reported an error, or ended without a reason.
-        EngineUnavailable: the engine gave the request up.
+        EngineError: the engine ended without a finish reason. Errors of `deltas` pass through.
     """
     try:
         async for delta in deltas:
-            if delta.finish_reason == "error":
-                raise EngineError(delta.error or "The engine failed on this request")
-            if delta.finish_reason == "abort":
-                raise EngineUnavailable("The engine gave this request up; send it again")
             pieces = choice.push(delta)
             is_over = bool(pieces) and pieces[-1].finish_reason is not None
             if is_over:

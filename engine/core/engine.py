@@ -147,7 +147,7 @@ class Engine:
         if grammar is None or (self._grammars is not None and self._grammars.find(grammar) is not None):
             self._add(submit)
         elif self._grammars is None:
-            self._refuse(submit, "grammar: this engine has no tokenizer to compile it with")
+            self._refuse(submit, "grammar: this engine has no tokenizer to compile it with", field="grammar")
         else:
             self._compiling.add(submit.request_id)
             self._grammars.prepare(grammar, lambda error: self._inbox.put(lambda: self._after_compiling(submit, error)))
@@ -159,17 +159,26 @@ class Engine:
         if error is None:
             self._add(submit)
         else:
-            self._refuse(submit, str(error))
+            self._refuse(submit, str(error), field="grammar")
 
-    def _refuse(self, submit: Submit, error: str) -> None:
-        self.streams.publish([Delta(request_id=submit.request_id, token_ids=(), finish_reason="error", error=error)])
+    def _refuse(self, submit: Submit, error: str, *, field: str | None) -> None:
+        """End a request that was never added, because of a bad value in `field` of its sampling parameters."""
+        refusal = Delta(
+            request_id=submit.request_id,
+            token_ids=(),
+            finish_reason="error",
+            error=error,
+            error_kind="invalid_request",
+            error_field=field,
+        )
+        self.streams.publish([refusal])
 
     def _add(self, submit: Submit) -> None:
         try:
             options = TokenOptions.of(submit.sampling, len(submit.prompt))
             logits_processor = LogitsProcessor.make(options, self._grammars) if options is not None else None
         except (ValueError, InvalidRequest) as error:
-            self._refuse(submit, str(error))
+            self._refuse(submit, str(error), field="grammar" if isinstance(error, InvalidRequest) else None)
             return
         seed = submit.sampling.seed
         request = Request(

@@ -15,6 +15,7 @@ import httpx
 from fake_engine import FakeEngine
 from tiny_tokenizer import byte_level
 
+from deployments.engine_client import EngineClient
 from deployments.http.app import ApiDependencies, ApiLimits, build_api
 from deployments.openai.tokenizer import TextCodec
 
@@ -50,9 +51,9 @@ def tool_codec(form: str | None) -> TextCodec:
     return TextCodec(tokenizer, eos_token_ids=[EOS])
 
 
-def dependencies(engine: FakeEngine, codec: TextCodec = CODEC, limits: ApiLimits = LIMITS) -> ApiDependencies:
+def dependencies(engine: EngineClient, codec: TextCodec = CODEC, limits: ApiLimits = LIMITS) -> ApiDependencies:
     return ApiDependencies(
-        client_provider=lambda: engine,
+        engine=engine,
         codec=codec,
         model_name="tiny",
         created=7,

@@ -37,8 +37,8 @@ class FakeEngine:
     """Raised instead of admitting a request."""
     fail_after: int | None = None
     """Tokens after which `failure` ends the request."""
-    failure: Exception | str | None = None
-    """Raised, or (a text) reported in the last delta."""
+    failure: Exception | None = None
+    """The exception that ends the request."""
     state: Health = field(default_factory=lambda: Health(status="ok", draft="ok"))
     submitted: list[Submit] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
@@ -76,11 +76,8 @@ class FakeEngine:
         while done < len(tokens):
             await asyncio.sleep(self.step_s)
             end = min(len(tokens), done + sizes.randint(1, self.max_step))
-            if self.fail_after is not None and end >= self.fail_after:
-                if isinstance(self.failure, Exception):
-                    raise self.failure
-                yield Delta(request_id=submit.request_id, token_ids=(), finish_reason="error", error=self.failure)
-                return
+            if self.failure is not None and self.fail_after is not None and end >= self.fail_after:
+                raise self.failure
             num_steps += 1
             num_top, num_prompt_top = submit.sampling.num_logprobs, submit.sampling.num_prompt_logprobs
             yield Delta(

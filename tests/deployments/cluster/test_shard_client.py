@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.cluster.shard_client import ShardClient
-from engine.errors import EngineError, EngineUnavailable, QueueFull
+from engine.errors import EngineError, EngineUnavailable, InvalidRequest
 from engine.ipc.replica_socket import ShardSocket
 from engine.ipc.wire import (
     HEADER,
@@ -27,7 +27,7 @@ from engine.ipc.wire import (
     frame,
     frame_len,
 )
-from engine.messages import Delta, SamplingParams, Submit
+from engine.messages import Delta, ErrorKind, SamplingParams, Submit
 
 
 class Echo:
@@ -56,9 +56,9 @@ def submit(name: str, *prompt: int) -> Submit:
 
 
 @contextlib.asynccontextmanager
-async def connected(echo: Echo, capacity: int = 8) -> AsyncIterator[tuple[ShardClient, list[DraftStatus]]]:
+async def connected(echo: Echo) -> AsyncIterator[tuple[ShardClient, list[DraftStatus]]]:
     heard: list[DraftStatus] = []
-    client = await ShardClient.connect(echo.socket.path, capacity=capacity, on_draft=heard.append)
+    client = await ShardClient.connect(echo.socket.path, on_draft=heard.append)
     try:
         yield client, heard
     finally:
@@ -96,18 +96,43 @@ def test_leaving_early_aborts_and_a_finished_request_does_not() -> None:
     asyncio.run(run())
 
 
-def test_capacity_is_refused_with_a_retry_time() -> None:
+@pytest.mark.parametrize(
+    ("kind", "field", "raised"),
+    [("invalid_request", "grammar", InvalidRequest), ("internal", None, EngineError), (None, None, EngineError)],
+)
+def test_an_error_delta_is_raised_by_its_kind(
+    kind: ErrorKind | None, field: str | None, raised: type[Exception]
+) -> None:
     async def run() -> None:
         echo = Echo()
         echo.holds = True
-        async with connected(echo, capacity=1) as (client, _):
-            held = client.generate(submit("held", 1))
-            await anext(held)
-            with pytest.raises(QueueFull) as refused:
-                await anext(client.generate(submit("more", 1)))
-            assert refused.value.retry_after_s > 0
-            await held.aclose()
-            await anext(client.generate(submit("again", 1)))
+        async with connected(echo) as (client, _):
+            stream = client.generate(submit("r", 1))
+            await anext(stream)
+            refusal = Delta(
+                request_id="r", token_ids=(), finish_reason="error", error="no", error_kind=kind, error_field=field
+            )
+            echo.socket.send(StepDeltas((refusal,)))
+            with pytest.raises(raised, match=r"^no$") as caught:
+                await anext(stream)
+            assert type(caught.value) is raised
+            assert getattr(caught.value, "field", None) == field
+            assert (client.num_requests, echo.aborted) == (0, [])
+
+    asyncio.run(run())
+
+
+def test_an_abort_by_a_stopping_engine_ends_with_the_engine_s_reason() -> None:
+    async def run() -> None:
+        echo = Echo()
+        echo.holds = True
+        async with connected(echo) as (client, _):
+            stream = client.generate(submit("r", 1))
+            await anext(stream)
+            echo.socket.send(StepDeltas((Delta(request_id="r", token_ids=(), finish_reason="abort"),)))
+            echo.socket.send(EngineFailed("rank 1 is gone"))
+            with pytest.raises(EngineUnavailable, match="rank 1 is gone"):
+                await anext(stream)
 
     asyncio.run(run())
 

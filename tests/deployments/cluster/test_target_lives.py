@@ -71,7 +71,7 @@ class LocalTarget:
         pacer = PolicyPacer(make_goodput(config.speculative.method, config.speculative.k))
         path = self._shard.listen(pacer, lambda: forward_input, lambda stats: None)
         self._thread.start()
-        self.client = await ShardClient.connect(path, capacity=100, on_draft=print, on_lost=self._fail)
+        self.client = await ShardClient.connect(path, on_draft=print, on_lost=self._fail)
         return ready
 
     async def stop(self) -> None:

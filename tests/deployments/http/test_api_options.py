@@ -33,7 +33,7 @@ from hypothesis import strategies as st
 
 from deployments.http.app import build_api
 from deployments.openai.logprobs import LOWEST, TokenRecord, chat_logprobs, completion_logprobs
-from engine.errors import QueueFull
+from engine.errors import EngineError, QueueFull
 from engine.messages import TokenLogprobs
 
 FULL = {"stream": True, "stream_options": {"include_usage": True}}
@@ -187,7 +187,7 @@ def test_a_failure_of_one_choice_ends_them_all() -> None:
     engine = RoomForTwo(script=SCRIPT, eos_token_id=EOS, step_s=0.001)
     assert post(engine, "/v1/completions", {**COMPLETION, "n": 2}).status_code == 200
     assert post(engine, "/v1/completions", {**COMPLETION, "n": 4}).status_code == 429
-    engine = make_engine(fail_after=10, failure="a step failed", step_s=0.001)
+    engine = make_engine(fail_after=10, failure=EngineError("a step failed"), step_s=0.001)
     response = post(engine, "/v1/completions", {**COMPLETION, "n": 4})
     assert (response.status_code, error_of(response)["message"]) == (500, "a step failed")
     assert not engine.running

@@ -76,7 +76,7 @@ def test_a_draining_server_finishes_what_runs_and_says_when_it_has() -> None:
             admission.accepts = False
             health = await client.get("/health")
             assert (health.status_code, health.json()["status"]) == (503, "draining")
-            assert health.json()["reason"] == "1 answers in flight"
+            assert health.json()["reason"] == "1 requests in flight"
             late = await client.post("/v1/completions", json=COMPLETION)
             assert late.status_code == 503
             assert late.headers["retry-after"]

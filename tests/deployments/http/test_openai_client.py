@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -17,9 +17,11 @@ import uvicorn
 from fake_engine import FakeEngine
 from tiny_tokenizer import byte_level
 
+from deployments.engine_client import Health
 from deployments.http.app import ApiDependencies, ApiLimits, build_api
 from deployments.openai.tokenizer import TextCodec
 from engine.errors import EngineError, EngineUnavailable, QueueFull
+from engine.messages import Delta, Submit
 
 TOKENIZER = byte_level()
 CODEC = TextCodec(TOKENIZER, eos_token_ids=[TOKENIZER.eos_token_id])
@@ -35,13 +37,19 @@ class Served:
     engine: FakeEngine
     client: openai.OpenAI
 
+    def generate(self, submit: Submit) -> AsyncGenerator[Delta, None]:
+        return self.engine.generate(submit)
+
+    async def health(self) -> Health:
+        return await self.engine.health()
+
 
 @pytest.fixture(scope="module")
 def running_server() -> Iterator[Served]:
     served = Served("", make_engine(), None)
     app = build_api(
         ApiDependencies(
-            client_provider=lambda: served.engine,
+            engine=served,
             codec=CODEC,
             model_name="tiny",
             created=7,
@@ -182,7 +190,7 @@ def test_errors_are_raised_as_openai_classes(
 
 
 def test_an_error_in_mid_stream_is_raised(served: Served) -> None:
-    served.engine = make_engine(fail_after=8, failure="the step failed")
+    served.engine = make_engine(fail_after=8, failure=EngineError("the step failed"))
     stream = served.client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
     with pytest.raises(openai.APIError, match="the step failed"):
         list(stream)

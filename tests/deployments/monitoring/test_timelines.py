@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from deployments.monitoring.request_log import OUR_LOGGERS, count_request, log_as_json, log_request
 from deployments.monitoring.timelines import MAX_STEPS, TimedEngine, Timeline, note
 from deployments.monitoring.tracing import Tracing, make_exporter, trace_request
-from engine.errors import ConfigError, EngineUnavailable, QueueFull
+from engine.errors import ConfigError, EngineUnavailable
 from engine.messages import Delta, SamplingParams, Submit
 from engine.metrics.counters import MetricCounters, MetricSnapshot
 
@@ -78,7 +78,6 @@ def test_a_request_that_ends_well() -> None:
         (make_engine(max_step=1), 2, "abort"),
         (make_engine(max_step=1, fail_after=3, failure=EngineUnavailable("gone")), None, "error"),
         (make_engine(max_step=1, fail_after=3, failure=RuntimeError("a bug")), None, "error"),
-        (make_engine(refusal=QueueFull("full", retry_after_s=1)), None, "queue_full"),
         (make_engine(refusal=EngineUnavailable("starting")), None, "unavailable"),
     ],
 )
@@ -161,7 +160,7 @@ def test_spans_follow_each_other() -> None:
 
 
 def test_a_refused_request_is_one_failed_span() -> None:
-    timeline, _ = run(make_engine(refusal=QueueFull("full", retry_after_s=1)))
+    timeline, _ = run(make_engine(refusal=EngineUnavailable("starting")))
     spans = spans_of(timeline)
     assert set(spans) == {"request"}
     assert not spans["request"].status.is_ok

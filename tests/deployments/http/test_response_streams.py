@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from deployments.errors import DeadlineExceeded
-from deployments.http.answer_streams import until
+from deployments.http.response_streams import until
 from deployments.openai.responses import TextDelta
 
 

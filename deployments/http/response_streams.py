@@ -1,4 +1,7 @@
-"""The time a request may take. Owns nothing but the clock: what is cut off closes itself."""
+"""Streams of text deltas: a deadline for one, and the merge of several into one.
+
+Owns the timer, and that every source is closed however the stream ends. Does not know what a delta says.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,15 @@ def _nothing() -> None:
 
 
 async def until(
-    pieces: AsyncGenerator[TextDelta, None], *, timeout_s: float, at_end: Callable[[], None] = _nothing
+    deltas: AsyncGenerator[TextDelta, None], *, timeout_s: float, at_end: Callable[[], None] = _nothing
 ) -> AsyncGenerator[TextDelta, None]:
-    """Hand on what comes within `timeout_s` seconds from the first call on.
+    """The same deltas, as long as they come within `timeout_s` seconds of the first call.
 
     Args:
-        at_end: called once `pieces` is closed, however it ended.
+        at_end: called once after `deltas` is closed, however it ended.
 
     Raises:
-        DeadlineExceeded: the answer was not complete by then; `pieces` is closed, so the engine is free.
+        DeadlineExceeded: the stream did not end in time. `deltas` is closed, so the engine is free.
     """
     loop = asyncio.get_running_loop()
     clock = _Clock()
@@ -33,22 +36,22 @@ async def until(
     try:
         while True:
             try:
-                piece = await clock.watch(pieces)
+                delta = await clock.watch(deltas)
             except StopAsyncIteration:
                 return
             except TimeoutError:
-                raise DeadlineExceeded(f"The answer was not complete within {timeout_s:g} s") from None
-            yield piece
+                raise DeadlineExceeded(f"The response was not complete within {timeout_s:g} s") from None
+            yield delta
     finally:
         timer.cancel()
         try:
-            await pieces.aclose()
+            await deltas.aclose()
         finally:
             at_end()
 
 
 class _Clock:
-    """One timer for all pieces of an answer: `asyncio.timeout` would make and cancel one for each."""
+    """One timer for a whole stream. `asyncio.timeout` would create and cancel one for each delta."""
 
     def __init__(self) -> None:
         self._is_over = False
@@ -59,32 +62,32 @@ class _Clock:
         if self._waiting is not None:
             self._waiting.cancel()
 
-    async def watch(self, pieces: AsyncGenerator[TextDelta, None]) -> TextDelta:
-        """The next piece. Raises TimeoutError when time is over before it comes, StopAsyncIteration at the end."""
+    async def watch(self, deltas: AsyncGenerator[TextDelta, None]) -> TextDelta:
+        """The next delta. Raises TimeoutError when the timer expires first, StopAsyncIteration at the end."""
         task = asyncio.current_task()
         if self._is_over or task is None:
             raise TimeoutError
         num_cancels = task.cancelling()
         self._waiting = task
         try:
-            return await anext(pieces)
+            return await anext(deltas)
         except asyncio.CancelledError:
             if self._is_over and task.uncancel() <= num_cancels:
                 raise TimeoutError from None
-            raise  # somebody else wants this task to end
+            raise  # the task is also cancelled from outside
         finally:
             self._waiting = None
 
 
 BUFFERED_PER_SOURCE = 2
-"""Pieces that may wait for the reader."""
+"""Number of deltas per source that may wait for the reader."""
 
 
 async def merge_streams(sources: Sequence[AsyncGenerator[TextDelta, None]]) -> AsyncGenerator[TextDelta, None]:
-    """Pieces of all sources as they come; ends when all have ended, and closes them all in any case.
+    """The deltas of all sources as they come. Ends when all sources have ended, and closes all of them in any case.
 
     Raises:
-        Exception: what a source raised; the others are cancelled first.
+        Exception: the first exception of a source; the other sources are closed first.
     """
     queue: asyncio.Queue[TextDelta | _Ended] = asyncio.Queue(BUFFERED_PER_SOURCE * len(sources))
     pumps = [asyncio.ensure_future(_pump(source, queue)) for source in sources]
@@ -106,16 +109,17 @@ async def merge_streams(sources: Sequence[AsyncGenerator[TextDelta, None]]) -> A
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """A source has no more pieces."""
+    """The end of a source."""
 
     error: Exception | None = None
+    """The exception that ended it; None after its last delta."""
 
 
 async def _pump(source: AsyncGenerator[TextDelta, None], queue: asyncio.Queue[TextDelta | _Ended]) -> None:
     try:
-        async for piece in source:
-            await queue.put(piece)
-    except Exception as error:  # noqa: BLE001 - raised again where the pieces are read
+        async for delta in source:
+            await queue.put(delta)
+    except Exception as error:  # noqa: BLE001 - `merge_streams` raises it
         await queue.put(_Ended(error))
     else:
         await queue.put(_Ended())
