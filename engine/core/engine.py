@@ -120,6 +120,7 @@ class Engine:
         verdict = self.verifier.verify(batch, draft)
         deltas = self.committer.commit(batch, draft, verdict)
         self.streams.publish(deltas)
+        self.drafter.committed(batch, verdict)
         self._close(batch)
         schedule_s, step_s = scheduled - begin, time.perf_counter() - begin
         stats = step_stats(batch, draft, verdict, deltas, aborted=self._aborted, schedule_s=schedule_s, step_s=step_s)

@@ -67,7 +67,7 @@ class PlainArchitecture:
     """A model of its own.
 
     Args:
-        forward: plan in, logits [R, draft_vocab] float32 out.
+        forward: one forward of the model; its logits are [R, draft_vocab] float32.
     """
 
     reads_features = False
@@ -77,11 +77,11 @@ class PlainArchitecture:
 
     def read(self, forward_input: ForwardInput, features: torch.Tensor | None) -> Outputs:
         del features
-        return Outputs(self._forward(forward_input))
+        return Outputs(self._forward(forward_input).require_logits())
 
     def extend(self, forward_input: ForwardInput, previous_hidden: torch.Tensor | None) -> Outputs:
         del previous_hidden
-        return Outputs(self._forward(forward_input))
+        return Outputs(self._forward(forward_input).require_logits())
 
 
 class EagleArchitecture:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from engine.core.drafter import Drafter
-from engine.core.step import Batch, Draft, DraftRow, Span
+from engine.core.step import Batch, Draft, DraftRow, Span, Verdict
 
 
 class ForcedDrafter:
@@ -35,6 +35,9 @@ class ForcedDrafter:
         for index, tokens in foreseen.items():
             rows[index] = DraftRow(token_ids=tokens, reason="plan", source="grammar")
         return replace(draft, rows=tuple(rows))
+
+    def committed(self, batch: Batch, verdict: Verdict) -> None:
+        self.inner.committed(batch, verdict)
 
     def forget(self, keys: Sequence[int]) -> None:
         self.inner.forget(keys)
@@ -72,6 +75,10 @@ class LookupFirst:
             for own, other in zip(found, draft.rows, strict=True)
         )
         return replace(draft, rows=rows)
+
+    def committed(self, batch: Batch, verdict: Verdict) -> None:
+        self._lookup.committed(batch, verdict)
+        self._model.committed(batch, verdict)
 
     def forget(self, keys: Sequence[int]) -> None:
         self._lookup.forget(keys)

@@ -18,7 +18,7 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights import WeightFiles
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
-from engine.core.step import ForwardInput
+from engine.core.step import ForwardInput, ForwardResult
 from engine.draft.architectures import Architecture, EagleArchitecture, PlainArchitecture
 from engine.draft.messages import DraftInfo
 from engine.draft.proposer import DraftModel
@@ -175,11 +175,8 @@ def _architecture(draft: LoadedDraft, width: int, *, num_blocks: int, block_size
     if draft.head is not None:
         return EagleArchitecture(draft.head, draft.decoder, runner.caches)
 
-    def forward(forward_input: ForwardInput) -> torch.Tensor:
-        logits = runner.forward(forward_input)
-        if logits is None:
-            raise EngineError("the draft got no logits")
-        return logits[:, :width]
+    def forward(forward_input: ForwardInput) -> ForwardResult:
+        return ForwardResult(runner.forward(forward_input).require_logits()[:, :width])
 
     return PlainArchitecture(forward)
 

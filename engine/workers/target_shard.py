@@ -30,7 +30,7 @@ from engine.core.engine import Engine, Streams
 from engine.core.pacing import Pacer, SpeculationPlan
 from engine.core.scheduler import Scheduler
 from engine.core.stats import StepStats
-from engine.core.step import ForwardInput
+from engine.core.step import ForwardInput, ForwardResult
 from engine.core.verifier import Verifier
 from engine.draft.messages import DraftInfo
 from engine.draft.methods import make_drafter
@@ -84,7 +84,6 @@ class TargetShard:
         self.folder = folder
         self._node_id = node_id
         self._feature_layers = feature_layers if rank == 0 else ()
-        self._features_to: RemoteDrafter | None = None
         self._device = pick_device(config.device)
         self._stop = threading.Event()
         self._store: TCPStore | None = None
@@ -205,7 +204,6 @@ class TargetShard:
             grammars=grammars,
         )
         if remote is not None:
-            self._features_to = remote if self._feature_layers else None
             self._draft_connection = DraftConnection(
                 remote,
                 max_rows=config.max_num_requests,
@@ -269,8 +267,8 @@ class TargetShard:
         finally:
             self._receiver.close()
 
-    def forward(self, plan: ForwardInput) -> torch.Tensor:
-        """Run a plan on all shards; logits [R, vocab] float32. Rank 0 only, one thread at a time.
+    def forward(self, plan: ForwardInput) -> ForwardResult:
+        """Run a plan on all shards; rank 0 only, one thread at a time.
 
         Raises:
             ShardDown: a shard does not answer.
@@ -281,14 +279,10 @@ class TargetShard:
                 self._sender.wait_open(PEER_TIMEOUT_S)
             self._num_forwards += 1
             self._sender.send(self._num_forwards, plan, deadline_s=PEER_TIMEOUT_S)
-        logits = runner.forward(plan)
+        result = runner.forward(plan)
         if self._device.type == "cuda":  # the host needs them next anyway, and the time of a forward is its own
             torch.cuda.current_stream().synchronize()
-        if logits is None:
-            raise ShardDown("rank 0 got no logits")
-        if self._features_to is not None and runner.features is not None:
-            self._features_to.write_features(runner.features, plan.q_lens)
-        return logits
+        return result
 
     def _allocated(self) -> ModelRunner:
         if self._runner is None:

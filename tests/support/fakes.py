@@ -23,7 +23,7 @@ from engine.core.pacing import KChoice, SpeculationPlan
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.stats import StepStats
-from engine.core.step import ForwardInput
+from engine.core.step import ForwardInput, ForwardResult
 from engine.core.verifier import Verifier
 from engine.draft.architectures import PlainArchitecture
 from engine.draft.messages import DraftRequestRow, DraftResponse
@@ -72,8 +72,8 @@ class ToyModel:
         row: np.ndarray = self._table[tuple(context)]
         return row
 
-    def forward(self, plan: ForwardInput) -> torch.Tensor:
-        """[R, columns] float32, as a model runner does it."""
+    def forward(self, plan: ForwardInput) -> ForwardResult:
+        """Logits [R, columns] float32, as a model runner gives them."""
         self.num_rows += len(plan.token_ids)
         self._cache[plan.slots] = plan.token_ids
         wanted = set(plan.logit_rows.tolist())
@@ -87,7 +87,7 @@ class ToyModel:
                     slots = plan.block_tables[span, where // self.block_size] * self.block_size
                     out.append(self.logits_after(self._cache[slots + where % self.block_size].tolist()))
                 row += 1
-        return torch.from_numpy(np.stack(out)) if out else torch.zeros(0, self.columns)
+        return ForwardResult(torch.from_numpy(np.stack(out)) if out else torch.zeros(0, self.columns))
 
 
 class LoopbackEndpoint:

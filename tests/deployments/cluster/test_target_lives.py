@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import write_model
@@ -26,7 +25,7 @@ from deployments.cluster.shard_client import ShardClient
 from deployments.cluster.target_supervisor import TargetSupervisor
 from deployments.engine_client import Health
 from engine.config import EngineConfig
-from engine.core.step import ForwardInput
+from engine.core.step import ForwardInput, ForwardResult
 from engine.errors import EngineUnavailable, ShardDown
 from engine.messages import SamplingParams, Submit
 from engine.workers.target_shard import ShardReady, TargetShard
@@ -39,7 +38,7 @@ class FailingShard(TargetShard):
 
     life: int | None = None
 
-    def forward(self, forward_input: ForwardInput) -> torch.Tensor:
+    def forward(self, forward_input: ForwardInput) -> ForwardResult:
         if self.life is not None:
             self.life -= 1
             if self.life < 0:

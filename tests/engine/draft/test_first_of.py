@@ -8,7 +8,7 @@ import pytest
 from fakes import FixedPacer, ToyEngine, ToyModel
 
 from engine.core.drafter import empty_rows
-from engine.core.step import Batch, Draft, DraftRow
+from engine.core.step import Batch, Draft, DraftRow, Verdict
 from engine.draft.first_of import LookupFirst
 from engine.draft.ngram import NgramDrafter
 from engine.messages import SamplingParams, Submit
@@ -30,6 +30,9 @@ class Guessing:
                 self.asked.append(tuple(span.request.tokens))
                 rows[index] = DraftRow(token_ids=(0,) * span.k)
         return Draft(tuple(rows), draft_s=1.0)
+
+    def committed(self, batch: Batch, verdict: Verdict) -> None:
+        return None
 
     def forget(self, keys: Sequence[int]) -> None:
         self.forgotten += keys
