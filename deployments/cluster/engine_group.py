@@ -135,7 +135,7 @@ class EngineGroup:
             of_now = self._draft.num_restarts if process == "draft" and self._draft is not None else 0
             counters.add("paceline_restarts_total", count + of_now, process)
         target = self._targets.serving
-        asked = [target.lead.metrics.remote()] if target is not None else []
+        asked = [target.rank0.metrics.remote()] if target is not None else []
         if self._draft is not None and self._draft.is_up:
             asked.append(self._draft.metrics())
         answers = await asyncio.gather(
@@ -167,7 +167,7 @@ class EngineGroup:
         if target is None:
             return None
         try:
-            reading: ReplicaLoad = await asyncio.wait_for(target.lead.replica_load.remote(), METRICS_TIMEOUT_S)
+            reading: ReplicaLoad = await asyncio.wait_for(target.rank0.replica_load.remote(), METRICS_TIMEOUT_S)
         except (ray.exceptions.RayError, TimeoutError):
             return None
         return reading
@@ -221,7 +221,7 @@ class EngineGroup:
             return None
         return DraftSupervisor(
             self._settings.engine,
-            shard=target.lead,
+            shard=target.rank0,
             folder=self._draft_folder,
             target_folder=self._folder,
             node_id=self._node_id,

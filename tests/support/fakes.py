@@ -18,7 +18,7 @@ from reference import Generated, Spelling
 from engine.core.block_pool import BlockPool
 from engine.core.committer import Committer
 from engine.core.drafter import Drafter
-from engine.core.engine import Engine, Streams
+from engine.core.engine import Engine
 from engine.core.pacing import KChoice, SpeculationPlan
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
@@ -195,7 +195,7 @@ class ToyEngine:
             drafter=drafter,
             verifier=Verifier(target.forward, block_size=target.block_size),
             committer=Committer(self.pool, scheduler, max_model_len=max_model_len),
-            streams=Streams(self._collect),
+            publish=self._collect,
             pacer=pacer,
             grammars=grammars,
         )

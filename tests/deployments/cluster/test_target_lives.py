@@ -28,6 +28,8 @@ from engine.config import EngineConfig
 from engine.core.step import ForwardInput, ForwardResult
 from engine.errors import EngineUnavailable, ShardDown
 from engine.messages import SamplingParams, Submit
+from engine.workers.bring_up import LocalShard, bring_up
+from engine.workers.leader import Leader
 from engine.workers.target_shard import ShardReady, TargetShard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -58,19 +60,18 @@ class LocalTarget:
 
     def _run(self) -> None:
         try:
-            self._shard.run()
+            self._leader.run()
         except ShardDown:
             return
 
     async def start(self) -> ShardReady:
         config = self._shard.config
-        ready = self._shard.load(None)
-        self._shard.allocate(ready.num_blocks, ready.max_model_len)
-        forward_input = initial_plan(config.speculative)
+        ready = await bring_up([LocalShard(self._shard)], block_size=config.kv_block_size)
+        plan = initial_plan(config.speculative)
         pacer = PolicyPacer(make_goodput(config.speculative.method, config.speculative.k))
-        path = self._shard.listen(pacer, lambda: forward_input, lambda stats: None)
+        self._leader = Leader(self._shard, pacer=pacer, plan=lambda: plan)
         self._thread.start()
-        self.client = await ShardClient.connect(path, capacity=100, on_draft=print, on_lost=self._fail)
+        self.client = await ShardClient.connect(self._leader.path, capacity=100, on_draft=print, on_lost=self._fail)
         return ready
 
     async def stop(self) -> None:
