@@ -190,7 +190,8 @@ class Generator:
         """One forward; each slot that has then read all its tokens gets its next one."""
         rows = self._rows()
         plan = rows.plan(self._runner.block_size, self._blocks_per_slot)
-        logits, features = self._runner.forward(plan), self._runner.features
+        result = self._runner.forward(plan)
+        logits, features = result.logits, result.hidden
         if logits is None or features is None:
             raise RuntimeError("the target yields no logits or no features; it must be whole and tap layers")
         top = likeliest(logits, self.num_top)

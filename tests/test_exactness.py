@@ -23,7 +23,7 @@ from engine.core.drafter import Drafter, NoDrafter
 from engine.core.pacing import KChoice, SpeculationPlan
 from engine.core.request import Request
 from engine.core.stats import StepStats
-from engine.core.step import Batch, Draft, DraftRow
+from engine.core.step import Batch, Draft, DraftRow, Verdict
 from engine.draft.first_of import FirstOf
 from engine.draft.ngram import NgramDrafter
 from engine.messages import SamplingParams, Submit
@@ -165,6 +165,9 @@ class DropsDrafts:
     def draft(self, batch: Batch) -> Draft:
         draft = self._inner.draft(batch)
         return structs.replace(draft, rows=tuple(self._cut(row) for row in draft.rows))
+
+    def committed(self, batch: Batch, verdict: Verdict) -> None:
+        self._inner.committed(batch, verdict)
 
     def forget(self, keys: Sequence[int]) -> None:
         self._inner.forget(keys)

@@ -1,7 +1,7 @@
-"""A target shard in a process of its own and nothing else: what the engine gives without Serve and HTTP.
+"""A process with a target of one shard and nothing else: the engine without Serve and HTTP.
 
-Owns the process started by `bench.engine_only.bare`: settings in its argument, the path of its socket on stdout; it
-ends when stdin does.
+Owns the process that `bench.engine_only.bare` starts. Its argument holds the settings as JSON, its stdout names the
+socket, and it ends when its stdin is closed.
 """
 
 from __future__ import annotations
@@ -14,27 +14,21 @@ from autoscale.policy.goodput import make_goodput
 from autoscale.policy.policies import PolicyPacer
 from engine.checkpoint.store import resolve_model
 from engine.config import EngineConfig
-from engine.core.stats import StepStats
+from engine.workers.bring_up import bring_up_locally
+from engine.workers.leader import Leader
 from engine.workers.target_shard import TargetShard
 
 
 def main(settings: str) -> None:
-    """Serve until stdin ends."""
+    """Serve until stdin is closed."""
     config = EngineConfig.model_validate_json(settings)
     shard = TargetShard(config, resolve_model(config.model, progress=False), rank=0, node_id="bare")
-    ready = shard.load(None)
-    num_tokens = (ready.num_blocks - 1) * config.kv_block_size
-    shard.allocate(ready.num_blocks, min(ready.max_model_len, num_tokens))
-    plan = initial_plan(config.speculative)
-    chosen = config.speculative
-    path = shard.listen(PolicyPacer(make_goodput(chosen.method, chosen.k)), lambda: plan, _ignore)
-    print(path, flush=True)
+    bring_up_locally([shard])
+    plan, speculative = initial_plan(config.speculative), config.speculative
+    leader = Leader(shard, pacer=PolicyPacer(make_goodput(speculative.method, speculative.k)), plan=lambda: plan)
+    print(leader.path, flush=True)
     threading.Thread(target=_stop_at_end, args=(shard,), daemon=True).start()
-    shard.run()
-
-
-def _ignore(stats: StepStats) -> None:
-    del stats
+    leader.run()
 
 
 def _stop_at_end(shard: TargetShard) -> None:

@@ -47,7 +47,7 @@ class GroupTarget(Target, Protocol):
     """A target as the group uses it; see `ShardGroup`."""
 
     @property
-    def lead(self) -> Any:
+    def rank0(self) -> Any:
         """The actor of shard 0."""
         ...
 
@@ -146,7 +146,7 @@ class EngineGroup:
         if target is None:
             return None
         try:
-            load: ReplicaLoad = await asyncio.wait_for(target.lead.replica_load.remote(), self._metrics_timeout_s)
+            load: ReplicaLoad = await asyncio.wait_for(target.rank0.replica_load.remote(), self._metrics_timeout_s)
         except (ray.exceptions.RayError, TimeoutError):
             return None
         return load
@@ -172,7 +172,7 @@ class EngineGroup:
         target = self._targets.serving
         if target is not None:
             try:
-                self._target_metrics = await asyncio.wait_for(target.lead.metrics.remote(), self._metrics_timeout_s)
+                self._target_metrics = await asyncio.wait_for(target.rank0.metrics.remote(), self._metrics_timeout_s)
             except (ray.exceptions.RayError, TimeoutError):
                 return self._target_metrics
         return self._target_metrics
@@ -207,7 +207,7 @@ class EngineGroup:
 
     def _attach_draft(self) -> None:
         target = self._targets.serving
-        self._draft = None if self._make_draft is None or target is None else self._make_draft(target.lead)
+        self._draft = None if self._make_draft is None or target is None else self._make_draft(target.rank0)
 
     def _supervise_draft(self) -> None:
         if self._draft is not None:

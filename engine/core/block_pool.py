@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -20,6 +21,18 @@ import numpy as np
 from engine.errors import ConfigError
 
 SCRATCH_BLOCK = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockUsage:
+    """Blocks of a pool at one moment, the scratch block excluded."""
+
+    num_free: int
+    """Blocks that can be handed out; blocks of cached prefixes are among them."""
+    num_used: int
+    """Blocks that requests hold."""
+    num_evicted: int
+    """Cached blocks overwritten so far because space was needed."""
 
 
 class BlockOwner(Protocol):
@@ -64,6 +77,11 @@ class BlockPool:
     def num_free(self) -> int:
         """Blocks that can be handed out; those of cached prefixes are among them."""
         return len(self._free)
+
+    def usage(self) -> BlockUsage:
+        """Free, held and evicted blocks. Thread-safe."""
+        num_free = len(self._free)
+        return BlockUsage(num_free=num_free, num_used=self.num_blocks - 1 - num_free, num_evicted=self.num_evicted)
 
     @property
     def capacity(self) -> int:

@@ -1,7 +1,8 @@
 """The step loop: five phases in order, and the inbox that feeds them.
 
-Owns the life of each request from submit to its last delta. Everything that differs between a test of ten tokens and a
-sharded 70B model (forward, drafter, sink, pacer) is injected. One thread runs the loop; others only use the inbox.
+Owns the life of each request from submit to its last delta. Everything that differs between a test with ten tokens and
+a sharded 70B model (forward, drafter, publisher, pacer) is injected. One thread runs the loop; other threads only use
+the inbox.
 """
 
 from __future__ import annotations
@@ -32,16 +33,18 @@ _IDLE_WAIT_S = 0.2
 _log = logging.getLogger(__name__)
 
 Command = Callable[[], None]
+Publish = Callable[[tuple[Delta, ...]], None]
+"""Takes the deltas of one step, at least one. Called in the loop's thread; must not block."""
 
 
 class Engine:
-    """Continuous batching with drafting.
+    """Continuous batching with speculative decoding.
 
     Args:
-        scheduler, drafter, verifier, committer, streams: the five phases, sharing one block pool.
-        pacer: told of every step.
-        observers: called with each step's stats, in the loop's thread.
-        grammars: compiles what answers must match; None refuses such requests.
+        scheduler, drafter, verifier, committer, publish: the five phases; they share one block pool.
+        pacer: observes every step.
+        observers: called with each step's statistics, in the loop's thread.
+        grammars: compiles the grammars of requests; None refuses requests that have one.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class Engine:
         drafter: Drafter,
         verifier: Verifier,
         committer: Committer,
-        streams: Streams,
+        publish: Publish,
         pacer: Pacer,
         observers: Sequence[Callable[[StepStats], None]] = (),
         grammars: Grammars | None = None,
@@ -60,44 +63,44 @@ class Engine:
         self.drafter = drafter
         self.verifier = verifier
         self.committer = committer
-        self.streams = streams
+        self._publish = publish
         self._pacer = pacer
         self._observers = tuple(observers)
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._by_id: dict[str, Request] = {}
         self._next_key = 1
         self._grammars = grammars
-        self._aborted: list[int] = []  # keys since the last step
+        self._aborted: list[int] = []  # keys of requests aborted since the last step
         self._compiling: set[str] = set()  # ids of requests whose grammar is being compiled
         self.num_turns = 0
-        """Turns of the loop so far, also those without a step: stands still only while the loop is stuck."""
+        """Turns of the loop so far, with or without a step. It stands still only while the loop is stuck."""
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is not finished yet. In the loop's thread."""
+        """Whether a request is unfinished. Call in the loop's thread."""
         return self.scheduler.has_work or bool(self._compiling)
 
     def submit(self, submit: Submit) -> None:
-        """Queue a request. Thread-safe; its deltas come through the streams."""
+        """Queue a request. Its deltas are published by later steps. Thread-safe."""
         self._inbox.put(lambda: self._receive(submit))
 
     def abort(self, request_id: str) -> None:
-        """End a request now; unknown or finished ids are ignored. Thread-safe."""
+        """End a request between two steps. Ids of unknown and of finished requests are ignored. Thread-safe."""
         self._inbox.put(lambda: self._abort(request_id))
 
     def abort_all(self) -> None:
-        """End every request now. Thread-safe."""
+        """End every request between two steps. Thread-safe."""
         self._inbox.put(self._abort_all)
 
     def call(self, command: Command) -> None:
-        """Run something between two steps, in the loop's thread. Thread-safe."""
+        """Run a function between two steps, in the loop's thread. Thread-safe."""
         self._inbox.put(command)
 
     def run(self, stop: threading.Event) -> None:
         """Step until `stop` is set.
 
         Raises:
-            ShardDown: a target shard is gone; every request has been ended with a delta of reason `abort`.
+            ShardDown: a target shard is gone. Every request has been ended with a delta of reason `abort`.
         """
         try:
             while not stop.is_set():
@@ -119,7 +122,9 @@ class Engine:
         draft = self.drafter.draft(batch)
         verdict = self.verifier.verify(batch, draft)
         deltas = self.committer.commit(batch, draft, verdict)
-        self.streams.publish(deltas)
+        if deltas:
+            self._publish(deltas)
+        self.drafter.committed(batch, verdict)
         self._close(batch)
         schedule_s, step_s = scheduled - begin, time.perf_counter() - begin
         stats = step_stats(batch, draft, verdict, deltas, aborted=self._aborted, schedule_s=schedule_s, step_s=step_s)
@@ -129,7 +134,7 @@ class Engine:
             observe(stats)
 
     def drain(self) -> None:
-        """Apply everything in the inbox without waiting; for callers that step by themselves."""
+        """Apply everything in the inbox without waiting. For callers that step the engine themselves."""
         self._drain(wait=False)
 
     def _drain(self, *, wait: bool) -> None:
@@ -142,7 +147,7 @@ class Engine:
             return
 
     def _receive(self, submit: Submit) -> None:
-        """Add it at once, or when its grammar is compiled: that may take longer than a step."""
+        """Add a request at once, or once its grammar is compiled: compiling may take longer than a step."""
         grammar = submit.sampling.grammar
         if grammar is None or (self._grammars is not None and self._grammars.find(grammar) is not None):
             self._add(submit)
@@ -171,7 +176,7 @@ class Engine:
             error_kind="invalid_request",
             error_field=field,
         )
-        self.streams.publish([refusal])
+        self._publish((refusal,))
 
     def _add(self, submit: Submit) -> None:
         try:
@@ -196,7 +201,7 @@ class Engine:
     def _abort(self, request_id: str) -> None:
         if request_id in self._compiling:
             self._compiling.remove(request_id)
-            self.streams.publish([Delta(request_id=request_id, token_ids=(), finish_reason="abort")])
+            self._publish((Delta(request_id=request_id, token_ids=(), finish_reason="abort"),))
         request = self._by_id.pop(request_id, None)
         if request is None:
             return
@@ -204,7 +209,7 @@ class Engine:
         self.scheduler.remove(request)
         self.drafter.forget([request.key])
         self._aborted.append(request.key)
-        self.streams.publish([_last_delta(request, None)])
+        self._publish((_last_delta(request, None),))
 
     def _abort_all(self) -> None:
         for request_id in [*self._by_id, *self._compiling]:
@@ -219,22 +224,24 @@ class Engine:
             self.drafter.forget([request.key for request in ended])
 
     def _fail_all(self, error: BaseException) -> None:
-        """End every request with one delta that says why; nothing is left hanging.
+        """End every request with one delta that carries the cause, so that no client waits for ever.
 
-        The reason is `abort`, not `error`: nothing is wrong with the requests, another engine may go on with them.
+        The reason is `abort`, not `error`: the requests are valid, and another engine may continue them.
         """
-        _log.error("engine stops: %s", error)
+        _log.error("the engine stops: %s", error)
         self._drain(wait=False)
         for request in self._by_id.values():
             request.finish_reason = "abort"
             self.scheduler.remove(request)
-        self.streams.publish([_last_delta(request, "the engine stopped") for request in self._by_id.values()])
+        last = [_last_delta(request, "the engine stopped") for request in self._by_id.values()]
+        last += [
+            Delta(request_id=request_id, token_ids=(), finish_reason="abort", error="the engine stopped")
+            for request_id in self._compiling
+        ]
         self._by_id.clear()
-        for request_id in self._compiling:
-            self.streams.publish(
-                [Delta(request_id=request_id, token_ids=(), finish_reason="abort", error="the engine stopped")]
-            )
         self._compiling.clear()
+        if last:
+            self._publish(tuple(last))
 
 
 def _last_delta(request: Request, error: str | None) -> Delta:
@@ -248,21 +255,3 @@ def _last_delta(request: Request, error: str | None) -> Delta:
         num_accepted=request.num_accepted,
         queue_s=request.queue_s,
     )
-
-
-Sink = Callable[[tuple[Delta, ...]], None]
-
-
-class Streams:
-    """Phase five of the step.
-
-    Args:
-        sink: takes one step's deltas; must not block.
-    """
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-
-    def publish(self, deltas: Sequence[Delta]) -> None:
-        if deltas:
-            self._sink(tuple(deltas))

@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 from msgspec import Struct
 
-from engine.core.step import Batch, Draft, ForwardInput, Span
+from engine.core.step import Batch, Draft, ForwardInput, ForwardResult, Span
 
-Forward = Callable[[ForwardInput], torch.Tensor]
-"""A model over its cache: plan in, logits [R, vocab] float32 out."""
+Forward = Callable[[ForwardInput], ForwardResult]
+"""One forward of a model over its KV cache."""
 
 
 class SpanRows(Struct, frozen=True, gc=False):

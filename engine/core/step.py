@@ -16,6 +16,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from engine.core.request import Request
+from engine.errors import EngineError
 from engine.messages import EmittedKind, TokenLogprobs
 
 if TYPE_CHECKING:  # only a type here, so that `autoscale` and the simulator do without it
@@ -115,6 +116,15 @@ class RowVerdict(Struct, frozen=True, gc=False):
     """Of the next prompt tokens in order, where they were asked for."""
 
 
+class Features(Struct, frozen=True, gc=False):
+    """Hidden states of the target that a draft reads: a few layers' outputs side by side, for every row of a step."""
+
+    values: torch.Tensor
+    """[N, len(feature_layers) * hidden_size] in the model's dtype, rows as in the step's `ForwardInput`."""
+    q_lens: npt.NDArray[np.int32]
+    """[S] rows of each span."""
+
+
 class Verdict(Struct, frozen=True, gc=False):
     """Rows stand in the order of batch.spans."""
 
@@ -122,6 +132,8 @@ class Verdict(Struct, frozen=True, gc=False):
     verify_s: float = 0.0
     """Seconds of the target's forward."""
     sample_s: float = 0.0
+    features: Features | None = None
+    """The target's features of this step; None where no layer is tapped."""
 
 
 class ForwardInput(Struct, frozen=True, gc=False):
@@ -144,3 +156,22 @@ class ForwardInput(Struct, frozen=True, gc=False):
     """[S, W] block ids in order, padded with 0."""
     logit_rows: npt.NDArray[np.int32]
     """[R] rows whose logits are wanted, ascending."""
+
+
+class ForwardResult(Struct, frozen=True, gc=False):
+    """What one forward of a model yields on one shard."""
+
+    logits: torch.Tensor | None
+    """[R, vocab] float32 logits of `ForwardInput.logit_rows` on rank 0; None on other ranks."""
+    hidden: torch.Tensor | None = None
+    """[N, len(feature_layers) * hidden_size]: outputs of the tapped layers side by side; None where none is tapped."""
+
+    def require_logits(self) -> torch.Tensor:
+        """The logits of a forward on rank 0.
+
+        Raises:
+            EngineError: the forward ran on another rank.
+        """
+        if self.logits is None:
+            raise EngineError("a forward yields logits on rank 0 only")
+        return self.logits

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from engine.core.acceptance import _compare, _Job, _reject_all, _target_choices, _with_prompt
 from engine.core.packing import Forward, pack_step, prompt_rows
-from engine.core.step import Batch, Draft, RowVerdict, Span, Verdict
+from engine.core.step import Batch, Draft, Features, RowVerdict, Span, Verdict
 from engine.sampling.logits_processor import BatchLogitsProcessor
 from engine.sampling.logprobs import score
 
@@ -44,10 +44,13 @@ class Verifier:
             ShardDown: when a target shard does not answer.
         """
         begin = time.perf_counter()
-        logits = self._forward(pack_step(batch, draft, self._block_size))
+        forward_input = pack_step(batch, draft, self._block_size)
+        result = self._forward(forward_input)
         forwarded = time.perf_counter()
-        rows = accept_or_reject(logits, batch.spans, draft)
-        return Verdict(rows, verify_s=forwarded - begin, sample_s=time.perf_counter() - forwarded)
+        rows = accept_or_reject(result.require_logits(), batch.spans, draft)
+        features = Features(result.hidden, forward_input.q_lens) if result.hidden is not None else None
+        sample_s = time.perf_counter() - forwarded
+        return Verdict(rows, verify_s=forwarded - begin, sample_s=sample_s, features=features)
 
 
 @torch.inference_mode()

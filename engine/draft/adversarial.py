@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from engine.core.drafter import Drafter
-from engine.core.step import Batch, Draft, DraftRow
+from engine.core.step import Batch, Draft, DraftRow, Verdict
 
 
 class WrongDrafter:
@@ -28,6 +28,9 @@ class WrongDrafter:
     def draft(self, batch: Batch) -> Draft:
         draft = self._drafter.draft(batch)
         return replace(draft, rows=tuple(self._replace_tokens(row) for row in draft.rows))
+
+    def committed(self, batch: Batch, verdict: Verdict) -> None:
+        self._drafter.committed(batch, verdict)
 
     def forget(self, keys: Sequence[int]) -> None:
         self._drafter.forget(keys)

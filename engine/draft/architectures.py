@@ -73,7 +73,7 @@ class PlainArchitecture:
     """A separate small language model.
 
     Args:
-        forward: returns logits [R, draft_vocab] float32.
+        forward: one forward of the model; its logits are [R, draft_vocab] float32.
     """
 
     reads_features = False
@@ -83,11 +83,11 @@ class PlainArchitecture:
 
     def compute_committed(self, forward_input: ForwardInput, features: torch.Tensor | None) -> Outputs:
         del features
-        return Outputs(self._forward(forward_input))
+        return Outputs(self._forward(forward_input).require_logits())
 
     def compute_drafted(self, forward_input: ForwardInput, previous_hidden: torch.Tensor | None) -> Outputs:
         del previous_hidden
-        return Outputs(self._forward(forward_input))
+        return Outputs(self._forward(forward_input).require_logits())
 
 
 class EagleArchitecture:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from engine.core.drafter import Drafter
-from engine.core.step import Batch, Draft, DraftSource
+from engine.core.step import Batch, Draft, DraftSource, Verdict
 
 
 class FirstOf:
@@ -41,6 +41,10 @@ class FirstOf:
             for row, other in zip(found, draft.rows, strict=True)
         )
         return replace(draft, rows=rows)
+
+    def committed(self, batch: Batch, verdict: Verdict) -> None:
+        self._first.committed(batch, verdict)
+        self._rest.committed(batch, verdict)
 
     def forget(self, keys: Sequence[int]) -> None:
         self._first.forget(keys)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.core.drafter import empty_rows
-from engine.core.step import Batch, Draft, DraftRow, Span
+from engine.core.step import Batch, Draft, DraftRow, Span, Verdict
 
 
 class GrammarDrafter:
@@ -21,6 +21,10 @@ class GrammarDrafter:
             if tokens := _forced_tokens(span):
                 rows[index] = DraftRow(token_ids=tokens, reason=span.reason)
         return Draft(tuple(rows))
+
+    def committed(self, batch: Batch, verdict: Verdict) -> None:
+        """Keeps nothing per step."""
+        del batch, verdict
 
     def forget(self, keys: Sequence[int]) -> None:
         """Keeps nothing per request."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from engine.core.drafter import empty_rows
 from engine.core.pacing import MAX_MATCH_LEN, match_class
-from engine.core.step import Batch, Draft, DraftRow
+from engine.core.step import Batch, Draft, DraftRow, Verdict
 
 
 class _NgramIndex:
@@ -69,6 +69,10 @@ class NgramDrafter:
                 reason = span.reason if found else "no_match"
                 rows[row_index] = DraftRow(token_ids=found, reason=reason, match_len=match_len)
         return Draft(tuple(rows))
+
+    def committed(self, batch: Batch, verdict: Verdict) -> None:
+        """The index of a request reads its tokens itself when it is asked again."""
+        del batch, verdict
 
     def forget(self, keys: Sequence[int]) -> None:
         for key in keys:

@@ -1,8 +1,8 @@
-"""Drafting by a model in another process: the target's side of the DraftBuffer.
+"""Drafting by a model in another process: the target's side of the draft buffer.
 
-Owns what the draft has been told so far, per request, and what happens when it falls silent: K = 0 for everybody, the
-reason reported once, everything told anew to the next draft. Where the draft reads the target's features, their log
-lives and ends with the buffer. Knows nothing of the model behind it.
+Owns the number of committed tokens that the draft has received of each request. When the draft fails, every request
+runs at k = 0, the reason is reported once, and the next draft receives all tokens again. Where the draft reads the
+target's features, their log lives as long as the buffer. Knows nothing of the model in the other process.
 """
 
 from __future__ import annotations
@@ -10,49 +10,56 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine.core.drafter import empty_rows
 from engine.core.request import Request
-from engine.core.step import Batch, Draft, DraftRow, KReason, Span
+from engine.core.step import Batch, Draft, DraftRow, KReason, Span, Verdict
 from engine.draft.feature_log import FeatureLog
 from engine.draft.messages import MAX_OPTIONS, DraftRequestRow, DraftResponse, DraftResponseRow, encode_options
 from engine.errors import DraftDown
 
 
 class DraftLink(Protocol):
-    """The target's end of a draft buffer."""
+    """The target's endpoint of a draft buffer."""
 
     @property
     def probs(self) -> torch.Tensor:
-        """[max_rows, max_k, draft_vocab] float32, valid until the next `ask`."""
+        """[max_rows, max_k, draft_vocab] float32 draft probabilities, valid until the next `ask`."""
         ...
 
     @property
     def features(self) -> torch.Tensor | None:
-        """[feature_rows, width] that the draft reads while it is asked; None where it reads none."""
+        """[feature_rows, width] features that the draft reads during `ask`; None for a draft that reads none."""
         ...
 
     def ask(self, rows: Sequence[DraftRequestRow], released: Sequence[int] = (), *, deadline_s: float) -> DraftResponse:
-        """Raises DraftDown when the draft is dead or hung."""
+        """Send one draft request and wait for the response.
+
+        Args:
+            rows: one per request to draft for.
+            released: keys of requests that have ended.
+            deadline_s: seconds until a silent draft counts as hung.
+
+        Raises:
+            DraftDown: the draft is dead or hung.
+        """
         ...
 
     def close(self) -> None:
-        """Ask no more."""
+        """Release the endpoint. Nothing may be asked afterwards."""
         ...
 
 
 class RemoteDrafter:
-    """Methods `draft_model` and `eagle`.
+    """Methods `draft_model` and `eagle`. All methods run in the thread of the step loop.
 
     Args:
-        max_feed: committed tokens that one order may carry; longer ones are caught up over several steps.
-        max_released: request keys that one order may carry.
-        max_options: bytes of request options that one order may carry.
-        deadline_s: a draft that has not answered by then counts as hung.
-        on_down: told why, once, in the loop's thread.
+        max_request_tokens: committed tokens that one draft request may carry; more are sent over several steps.
+        max_released: keys of ended requests that one draft request may carry.
+        max_options: bytes of encoded sampling options that one draft request may carry.
+        deadline_s: seconds until a silent draft counts as hung.
+        on_down: called once with the reason when the draft fails.
     """
 
     def __init__(
@@ -71,31 +78,34 @@ class RemoteDrafter:
         self._deadline_s = deadline_s
         self._on_down = on_down
         self._endpoint: DraftLink | None = None
-        self._sent: dict[int, int] = {}  # request key -> committed tokens the draft knows
-        self._refused: set[int] = set()  # requests the draft had no memory for, until something is freed
-        self._unsupported: set[int] = set()  # requests whose options the draft cannot honour
-        self._released: list[int] = []
+        self._sent: dict[int, int] = {}  # request key -> committed tokens that the draft has received
+        self._refused: set[int] = set()  # requests the draft had no memory for, until one of its requests ends
+        self._unsupported: set[int] = set()  # requests whose sampling options the draft cannot apply
+        self._released: list[int] = []  # ended requests that the draft has not heard of yet
         self._log: FeatureLog | None = None
-        self._spans: Sequence[Span] = ()  # of the step whose features were written last
-        self._drafts_now = True  # whether the last step with a decode had a draft in it
+        self._drafts_now = True  # whether the last step with a decode asked for a draft
 
     @property
     def is_up(self) -> bool:
-        """Whether there is a draft to ask."""
+        """Whether a draft is attached."""
         return self._endpoint is not None
 
     def set_vocab(self, vocab: torch.Tensor | None) -> None:
-        """Target ids of the draft's columns, [draft_vocab] int64, or None when they are the same. Before `attach`."""
+        """Set the target ids of the draft's columns. Call before `attach`.
+
+        Args:
+            vocab: [draft_vocab] int64; None where column i is token i.
+        """
         self._vocab = vocab
 
-    def attach(self, end: DraftLink) -> None:
-        """Draft through this end from the next step on. Call in the loop's thread."""
+    def attach(self, endpoint: DraftLink) -> None:
+        """Draft through this endpoint from the next step on."""
         self.detach()
-        self._endpoint = end
-        self._log = FeatureLog(end.features) if end.features is not None else None
+        self._endpoint = endpoint
+        self._log = FeatureLog(endpoint.features) if endpoint.features is not None else None
 
     def detach(self) -> None:
-        """Stop drafting and close the end. Call in the loop's thread."""
+        """Stop drafting and close the endpoint. Idempotent."""
         if self._endpoint is not None:
             self._endpoint.close()
         self._endpoint = self._log = None
@@ -104,10 +114,46 @@ class RemoteDrafter:
         self._unsupported.clear()
         self._released.clear()
 
-    def write_features(self, features: torch.Tensor, q_lens: npt.NDArray[np.int32]) -> None:
-        """Take what a forward of the target has left, as `FeatureLog.write`. In the loop's thread."""
-        if self._log is not None:
-            self._log.write(features, q_lens)
+    def draft(self, batch: Batch) -> Draft:
+        rows = empty_rows(batch)
+        asked = self._asked(batch.spans)
+        if not asked:
+            return Draft(tuple(rows))
+        if self._endpoint is None:
+            return _without(rows, asked, "draft_down")
+        reasons = self._left_out([batch.spans[index].request for index in asked])
+        for index, reason in zip(asked, reasons, strict=True):
+            if reason is not None:
+                rows[index] = DraftRow(reason=reason)
+        asked = [index for index, reason in zip(asked, reasons, strict=True) if reason is None]
+        if not asked:
+            return Draft(tuple(rows))
+        sent = self._request_rows([batch.spans[index] for index in asked])
+        released = self._released[: self._max_released]
+        try:
+            response = self._endpoint.ask(sent, released, deadline_s=self._deadline_s)
+        except DraftDown as error:
+            self.detach()
+            self._on_down(str(error))
+            return _without(rows, asked, "draft_down")
+        del self._released[: len(released)]
+        probs = self._endpoint.probs
+        for row_index, (index, request_row, drafted) in enumerate(zip(asked, sent, response.rows, strict=True)):
+            row = self._row(batch.spans[index], request_row, drafted, probs[row_index])
+            if batch.spans[index].k > 0:
+                rows[index] = row
+        return Draft(
+            tuple(rows),
+            self._vocab,
+            draft_s=response.draft_s,
+            handoff_s=response.handoff_s,
+            num_caught_up=sum(len(request_row.new_tokens) for request_row in sent),
+        )
+
+    def committed(self, batch: Batch, verdict: Verdict) -> None:
+        """Keep the target's features of the step for a draft that reads them."""
+        if self._log is not None and verdict.features is not None:
+            self._log.add(verdict.features, batch.spans)
 
     def forget(self, keys: Sequence[int]) -> None:
         if self._log is not None:
@@ -117,48 +163,8 @@ class RemoteDrafter:
         self._refused.clear()
         self._unsupported.difference_update(keys)
 
-    def draft(self, batch: Batch) -> Draft:
-        if self._log is not None:
-            self._log.settle(self._spans)
-        self._spans = batch.spans
-        rows = empty_rows(batch)
-        asked = self._asked(batch.spans)
-        if not asked:
-            return Draft(tuple(rows))
-        if self._endpoint is None:
-            for index in asked:
-                rows[index] = DraftRow(reason="draft_down")
-            return Draft(tuple(rows))
-        reasons = self._left_out([batch.spans[index].request for index in asked])
-        for index, reason in zip(asked, reasons, strict=True):
-            if reason is not None:
-                rows[index] = DraftRow(reason=reason)
-        asked = [index for index, reason in zip(asked, reasons, strict=True) if reason is None]
-        if not asked:
-            return Draft(tuple(rows))
-        orders = self._orders([batch.spans[index] for index in asked])
-        released = self._released[: self._max_released]
-        try:
-            answer = self._endpoint.ask(orders, released, deadline_s=self._deadline_s)
-        except DraftDown as error:
-            self.detach()
-            self._on_down(str(error))
-            for index in asked:
-                rows[index] = DraftRow(reason="draft_down")
-            return Draft(tuple(rows))
-        del self._released[: len(released)]
-        num_caught_up = sum(len(order.new_tokens) for order in orders)
-        probs = self._endpoint.probs
-        for place, (index, order, answered) in enumerate(zip(asked, orders, answer.rows, strict=True)):
-            row = self._row(batch.spans[index], order, answered, probs[place])
-            if batch.spans[index].k > 0:
-                rows[index] = row
-        return Draft(
-            tuple(rows), self._vocab, draft_s=answer.draft_s, handoff_s=answer.handoff_s, num_caught_up=num_caught_up
-        )
-
     def _asked(self, spans: Sequence[Span]) -> list[int]:
-        """Spans to draft for, and prompts whose features must be read before they are overwritten."""
+        """Indices of the spans to draft for, and of prompts whose features must be read before they are overwritten."""
         asked = [index for index, span in enumerate(spans) if span.k > 0]
         if any(span.samples for span in spans):
             self._drafts_now = bool(asked)
@@ -171,74 +177,83 @@ class RemoteDrafter:
         return not span.samples and log.is_pressing(key) and self._sent.get(key, 0) <= span.start
 
     def _left_out(self, requests: Sequence[Request]) -> list[KReason | None]:
-        """Why the draft is not asked for some of these in this step."""
-        room = self._max_options
+        """Per request, why it is left out of this step's draft request; None for a request that takes part."""
+        free_bytes = self._max_options
         reasons: list[KReason | None] = []
         for request in requests:
+            key = request.key
             reason: KReason | None = None
-            if request.key in self._refused:
+            if key in self._refused:
                 reason = "memory"
-            elif (
-                request.key not in self._sent
-                and request.key not in self._unsupported
-                and request.logits_processor is not None
-            ):
-                needed = len(encode_options(request.logits_processor.options))
-                if needed > self._max_options:
-                    self._unsupported.add(request.key)
-                elif needed > room:
-                    reason = "catch_up"  # they go with the next order
+            elif key not in self._sent and key not in self._unsupported and request.logits_processor is not None:
+                num_bytes = len(encode_options(request.logits_processor.options))
+                if num_bytes > self._max_options:
+                    self._unsupported.add(key)
+                elif num_bytes > free_bytes:
+                    reason = "catch_up"  # its options go with the next draft request
                 else:
-                    room -= needed
-            reasons.append("options" if request.key in self._unsupported else reason)
+                    free_bytes -= num_bytes
+            reasons.append("options" if key in self._unsupported else reason)
         return reasons
 
-    def _orders(self, spans: Sequence[Span]) -> list[DraftRequestRow]:
-        """What to tell the draft: the committed tokens it does not know yet, as many as fit in one order."""
-        room = self._max_request_tokens
-        orders = []
+    def _request_rows(self, spans: Sequence[Span]) -> list[DraftRequestRow]:
+        """The rows of a draft request: the committed tokens that the draft lacks, as many as fit in one request."""
+        free_tokens = self._max_request_tokens
+        rows = []
         for span in spans:
             request = span.request
             start = self._sent.get(request.key, 0)
-            # Of a prompt that is still being computed, so much as there are features for.
+            # Of a prompt that is still being computed, only the tokens before which there are features.
             stop = len(request.tokens) if span.k > 0 else span.start + 1
-            new_tokens = tuple(request.tokens[start : min(start + room, stop)])
-            room -= len(new_tokens)
-            caught_up = start + len(new_tokens) == len(request.tokens)
-            orders.append(
+            new_tokens = tuple(request.tokens[start : min(start + free_tokens, stop)])
+            free_tokens -= len(new_tokens)
+            is_caught_up = start + len(new_tokens) == len(request.tokens)
+            processor = request.logits_processor
+            rows.append(
                 DraftRequestRow(
                     key=request.key,
                     start=start,
                     new_tokens=new_tokens,
-                    k=span.k if caught_up else 0,
+                    k=span.k if is_caught_up else 0,
                     sampling=request.row_sampling,
                     exit_threshold=span.exit_threshold,
-                    options=request.logits_processor.options
-                    if request.logits_processor is not None and start == 0
-                    else None,
+                    options=processor.options if processor is not None and start == 0 else None,
                     feature_rows=self._log.rows(request.key, start, len(new_tokens)) if self._log is not None else (),
                 )
             )
-        return orders
+        return rows
 
-    def _row(self, span: Span, order: DraftRequestRow, answered: DraftResponseRow, probs: torch.Tensor) -> DraftRow:
+    def _row(
+        self, span: Span, request_row: DraftRequestRow, drafted: DraftResponseRow, probs: torch.Tensor
+    ) -> DraftRow:
+        """The draft of one span, and a note of what the draft has received.
+
+        Args:
+            probs: [max_k, draft_vocab] of this row.
+        """
         key = span.request.key
-        if answered.reason == "memory":
+        if drafted.reason == "memory":
             self._refused.add(key)
             self._sent.pop(key, None)
             return DraftRow(reason="memory")
-        if answered.reason == "options":
+        if drafted.reason == "options":
             self._unsupported.add(key)
             return DraftRow(reason="options")
-        self._sent[key] = order.start + len(order.new_tokens)
+        self._sent[key] = request_row.start + len(request_row.new_tokens)
         if self._log is not None:
             self._log.sent(key, self._sent[key])
-        if order.k == 0:
+        if request_row.k == 0:
             return DraftRow(reason="catch_up")
-        drafted = len(answered.token_ids)
         return DraftRow(
-            token_ids=answered.token_ids,
-            probs=probs[:drafted] if answered.has_probs else None,
-            confidences=answered.confidences,
-            reason=span.reason if answered.reason == "plan" else answered.reason,
+            token_ids=drafted.token_ids,
+            probs=probs[: len(drafted.token_ids)] if drafted.has_probs else None,
+            confidences=drafted.confidences,
+            reason=span.reason if drafted.reason == "plan" else drafted.reason,
         )
+
+
+def _without(rows: list[DraftRow], indices: Sequence[int], reason: KReason) -> Draft:
+    """A draft without tokens for these spans; the other rows stay."""
+    for index in indices:
+        rows[index] = DraftRow(reason=reason)
+    return Draft(tuple(rows))

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights import ShardSpec
-from engine.core.step import ForwardInput
+from engine.core.step import ForwardInput, ForwardResult
 from engine.model.attention import Attention
 from engine.model.collectives import Collectives
 from engine.model.device import Compute
@@ -49,16 +49,6 @@ class _Inputs:
     """[R] int64 indices of the rows with logits."""
     attention: Any
     """Result of `Attention.prepare`."""
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardResult:
-    """Outputs of one forward."""
-
-    logits: torch.Tensor | None
-    """[R, vocab] float32 on rank 0; None on other ranks."""
-    hidden: torch.Tensor | None
-    """[N, len(feature_layers) * hidden_size] outputs of the feature layers; None without feature layers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ import torch
 
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights import WHOLE
-from engine.core.step import ForwardInput
-from engine.model.decoder import DecoderWeights, ForwardResult, Layer, LayerCache
+from engine.core.step import ForwardInput, ForwardResult
+from engine.model.decoder import DecoderWeights, Layer, LayerCache
 from engine.model.layers import PlainLinear
 from engine.model.native import LayerWeights, NativeForward, NativeUnavailable, Shape, load_library
 from engine.model.rope import inverse_frequencies

@@ -14,7 +14,7 @@ import torch
 
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights import WHOLE, ShardSpec
-from engine.core.step import ForwardInput
+from engine.core.step import ForwardInput, ForwardResult
 from engine.errors import ConfigError
 from engine.model.decoder import LayerCache
 from engine.model.device import keep_freed_memory
@@ -39,8 +39,6 @@ class ModelRunner:
         self.model = model
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.features: torch.Tensor | None = None
-        """[N, len(feature_layers) * hidden_size] of the last forward; None where the model keeps no features."""
         if model.device.type == "cpu":
             keep_freed_memory()
         shape = (num_blocks, block_size, model.num_kv_heads, model.config.head_dim)
@@ -54,19 +52,17 @@ class ModelRunner:
             ]
 
     @torch.inference_mode()
-    def forward(self, forward_input: ForwardInput) -> torch.Tensor | None:
-        """Compute a plan: write K and V of its rows, then attend, layer by layer.
+    def forward(self, forward_input: ForwardInput) -> ForwardResult:
+        """Run one forward: write K and V of its rows into the cache, then attend, layer by layer.
 
         Returns:
-            [R, vocab] float32 logits of `forward_input.logit_rows` on rank 0, None on other ranks. `vocab` is the
-            model's, or `draft_vocab_size` for a draft that scores only some tokens.
+            Logits on rank 0, and the outputs of the tapped layers. The logits have `vocab_size` columns, or
+            `draft_vocab_size` for a draft that scores only some tokens.
 
         Raises:
             ShardDown: a peer shard is gone.
         """
-        result = self.model.forward(forward_input, self.caches)
-        self.features = result.hidden
-        return result.logits
+        return self.model.forward(forward_input, self.caches)
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

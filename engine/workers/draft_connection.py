@@ -1,7 +1,7 @@
-"""Where drafts dock at shard 0: a buffer made, handed over, opened by a draft, and drafted through from then on.
+"""The connection between rank 0 and its draft: a buffer is made, handed over, opened by the draft, and drafted through.
 
-Owns the buffer's life over many drafts, one epoch each. Knows the drafter it serves and how to call into the step loop,
-nothing of the step itself.
+Owns the draft buffer over the lives of many drafts, one epoch each. Knows the drafter that uses the buffer and how to
+call into the step loop; knows nothing of the step itself.
 """
 
 from __future__ import annotations
@@ -19,63 +19,70 @@ from engine.errors import ConfigError, DraftDown, EngineError
 from engine.ipc.wire import DraftStatus
 
 MAX_REQUEST_TOKENS = 4096
-"""Committed tokens that one order to the draft may carry."""
+"""Committed tokens that one draft request may carry."""
 
 MAX_RELEASED = 1024
+"""Keys of ended requests that one draft request may carry."""
 
 FEATURE_BYTES = 128 << 20
-"""Most memory for the features of the latest rows."""
+"""Largest memory for the features of the latest rows, bytes."""
 
 MAX_FEATURE_ROWS = 16384
+"""Largest number of rows whose features are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureShape:
-    """What the target's forwards leave per position."""
+    """Size of the features that the target's forwards yield."""
 
     width: int
-    """Numbers; 0 where nothing is tapped."""
+    """Numbers per row; 0 where no layer is tapped."""
     itemsize: int
-    """Bytes of each."""
+    """Bytes per number."""
     max_step_rows: int
-    """Positions of one forward."""
+    """Largest number of rows of one forward."""
 
     @property
     def num_rows(self) -> int:
-        """Positions to remember: the memory's bound, but always two forwards."""
+        """Rows to keep: as many as the memory bound allows, but at least those of two forwards."""
         if self.width == 0:
             return 0
         return max(2 * self.max_step_rows, min(MAX_FEATURE_ROWS, FEATURE_BYTES // (self.width * self.itemsize)))
 
 
-class _SameEverywhere:
-    """A draft that is asked before there is any request: whatever it is fed, it reads the buffer's first features."""
+class _FirstFeatures:
+    """An endpoint for timing a draft before there is any request: every token reads the first row of features.
 
-    def __init__(self, end: TargetEndpoint) -> None:
-        self._endpoint = end
-        self.probs = end.probs
-        self.features = end.features
+    Args:
+        endpoint: of the draft to time.
+    """
+
+    def __init__(self, endpoint: TargetEndpoint) -> None:
+        self._endpoint = endpoint
+        self.probs = endpoint.probs
+        self.features = endpoint.features
 
     def ask(self, rows: Sequence[DraftRequestRow], released: Sequence[int] = (), *, deadline_s: float) -> DraftResponse:
         sent = [replace(row, feature_rows=(0,) * len(row.new_tokens)) for row in rows]
         return self._endpoint.ask(sent, released, deadline_s=deadline_s)
 
     def close(self) -> None:
-        """The end belongs to the dock."""
+        """Do nothing: the endpoint belongs to the connection."""
 
 
 class DraftConnection:
-    """The docking place of one engine.
+    """The draft connection of one engine.
 
     Args:
-        drafter: drafts through whatever is docked.
-        max_rows, max_k: limits of one order.
-        target_vocab: token ids the draft may answer with are below this.
-        features: what the target can give a draft to read.
-        device: where the target computes.
-        node_id: of the machine.
-        in_loop: runs something between two steps, in the loop's thread.
-        report: told when a draft is up or down.
+        drafter: drafts through the buffer.
+        max_rows: requests that one draft request may name.
+        max_k: largest K of a request.
+        target_vocab: size of the target's vocabulary; every drafted token id is below.
+        features: size of the features that a draft may read.
+        device: device of the target.
+        node_id: node that this process runs on.
+        in_loop: runs a function between two steps, in the loop's thread.
+        report: called when a draft comes up or fails.
     """
 
     def __init__(
@@ -103,10 +110,17 @@ class DraftConnection:
         self._endpoint: TargetEndpoint | None = None
 
     def open(self, info: DraftInfo, epoch: int) -> BufferHandle:
-        """Make the buffer for a new draft. The draft before it must be dead already.
+        """Make the buffer for a new draft. The draft before it must be dead.
+
+        Args:
+            info: what the draft needs of the buffer.
+            epoch: number of the draft, higher than that of the draft before it.
+
+        Returns:
+            The handle with which the draft opens the buffer.
 
         Raises:
-            ConfigError: it reads features of another width than the target gives.
+            ConfigError: the draft reads features of another width than the target gives.
         """
         if info.feature_width != self._features.width:
             raise ConfigError(
@@ -136,17 +150,18 @@ class DraftConnection:
         """Draft through the buffer made last, from the next step on.
 
         Args:
-            timeout_s: for the draft to open it.
-            first: called with the draft before it drafts for anybody, in the loop's thread; may raise DraftDown.
+            timeout_s: seconds for the draft to open the buffer.
+            first: called with the draft before it drafts for a request, in the loop's thread; may raise DraftDown.
 
         Raises:
-            DraftDown: the draft has not opened it in time.
+            DraftDown: the draft has not opened the buffer in time.
+            EngineError: no buffer has been made.
         """
         if self._endpoint is None:
-            raise EngineError("attach before open")
-        end = self._endpoint
-        end.wait_open(timeout_s)
-        self._in_loop(lambda: self._attach(end, first))
+            raise EngineError("no draft buffer has been made for this draft")
+        endpoint = self._endpoint
+        endpoint.wait_open(timeout_s)
+        self._in_loop(lambda: self._attach(endpoint, first))
 
     def close(self) -> None:
         """Stop drafting and close the buffer. Idempotent."""
@@ -154,12 +169,12 @@ class DraftConnection:
         if self._endpoint is not None:
             self._endpoint.close()
 
-    def _attach(self, end: TargetEndpoint, first: Callable[[DraftLink], None] | None) -> None:
+    def _attach(self, endpoint: TargetEndpoint, first: Callable[[DraftLink], None] | None) -> None:
         try:
             if first is not None:
-                first(end if end.features is None else _SameEverywhere(end))
+                first(endpoint if endpoint.features is None else _FirstFeatures(endpoint))
         except DraftDown as error:
             self._report(DraftStatus(up=False, reason=str(error)))
             return
-        self._drafter.attach(end)
+        self._drafter.attach(endpoint)
         self._report(DraftStatus(up=True, reason=""))

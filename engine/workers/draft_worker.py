@@ -1,7 +1,7 @@
-"""The process of the draft: a small model with its own KV pool, answering orders until the target is gone.
+"""The process of the draft: a small model with its own KV pool that serves draft requests until the target is gone.
 
-Owns the draft's weights, its cache under the memory cap, and its end of the buffer. A plain class; `deployments` makes
-it an actor. Bring-up: load() -> DraftInfo, connect(handle), run().
+Owns the draft's weights, its KV cache under the memory cap, and its endpoint of the draft buffer. A plain class;
+`deployments` makes it an actor. Bring-up: load() -> DraftInfo, connect(handle), run().
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights import WeightFiles
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
-from engine.core.step import ForwardInput
+from engine.core.step import ForwardInput, ForwardResult
 from engine.draft.architectures import Architecture, EagleArchitecture, PlainArchitecture
 from engine.draft.messages import DraftInfo
 from engine.draft.proposer import Proposer
 from engine.draft_buffer.target_endpoint import BufferHandle, DraftEndpoint, gpu_uuid, open_draft_buffer
-from engine.errors import ConfigError, EngineError, EngineUnavailable
+from engine.errors import ConfigError, EngineUnavailable
 from engine.metrics.counters import MetricCounters, MetricSnapshot
 from engine.model.device import pick_device, pick_dtype, set_threads
 from engine.model.load import LoadedDraft, load_draft
@@ -31,6 +31,9 @@ from engine.model.runner import ModelRunner, kv_bytes_per_token, num_kv_blocks
 from engine.sampling.grammar import Grammars
 from engine.sampling.vocabulary import load_tokenizer_info
 
+_WAIT_PERIOD_S = 0.5
+_SEQUENCE_LEN = 4096
+"""Tokens of a sequence that the pool has room for; longer sequences are rare and run at k = 0 when the pool is full."""
 _log = logging.getLogger(__name__)
 
 
@@ -38,11 +41,15 @@ class DraftWorker:
     """One draft for one target.
 
     Args:
-        config: of the engine.
+        config: settings of the engine.
         folder: the draft's model folder.
-        target_folder: the target's; a draft may share its embedding.
-        node_id: of the machine.
+        target_folder: the target's model folder; a draft may share the target's embedding.
+        node_id: node that this process runs on.
     """
+
+    _proposer: Proposer
+    _pool: BlockPool
+    _endpoint: DraftEndpoint
 
     def __init__(self, config: EngineConfig, folder: Path, target_folder: Path, *, node_id: str) -> None:
         self._config = config
@@ -51,17 +58,17 @@ class DraftWorker:
         self._node_id = node_id
         self._device = pick_device(config.device)
         self._stop = threading.Event()
-        self._proposer: Proposer | None = None
         self._own_threads = False
-        self._endpoint: DraftEndpoint | None = None
-        self._pool: BlockPool | None = None
         self._memory_bytes = self._cap_bytes = 0
 
     def load(self) -> DraftInfo:
-        """Load weights and make the KV pool inside the cap.
+        """Load the weights and make the KV pool under the memory cap.
+
+        Returns:
+            What the target needs to know to make the buffer.
 
         Raises:
-            ConfigError: weights and one sequence do not fit under the cap, with the numbers.
+            ConfigError: the weights and one sequence do not fit under the cap; the message has the numbers.
         """
         set_threads(self._config)
         dtype = pick_dtype(self._config.dtype)
@@ -97,21 +104,19 @@ class DraftWorker:
         )
 
     def connect(self, handle: BufferHandle) -> None:
-        """Open the buffer that the target made.
+        """Open the buffer that the target made. After `load`.
 
         Raises:
-            ConfigError: it is on another node or GPU, or of another layout.
+            ConfigError: the buffer is on another node or GPU, or has another layout.
         """
         self._endpoint = open_draft_buffer(handle, node_id=self._node_id, gpu_uuid=gpu_uuid(self._device))
 
     def run(self) -> None:
-        """Answer orders until `stop`, or until the target is gone."""
-        if self._proposer is None or self._endpoint is None:
-            raise EngineError("run before load and connect")
+        """Serve draft requests until `stop`, or until the target is gone. After `connect`."""
         set_threads(self._config, own_threads=self._own_threads)
         try:
             while not self._stop.is_set():
-                request = self._endpoint.wait(0.5)
+                request = self._endpoint.wait(_WAIT_PERIOD_S)
                 if request is not None:
                     begin = time.perf_counter()
                     rows = self._proposer.propose(
@@ -124,48 +129,52 @@ class DraftWorker:
             self._endpoint.close()
 
     def stop(self) -> None:
-        """Make `run` return. Idempotent, any thread."""
+        """Make `run` return. Idempotent. Thread-safe."""
         self._stop.set()
 
     def metrics(self) -> MetricSnapshot:
-        """KV blocks, and memory against its cap. Any thread."""
+        """KV blocks, and the memory of the draft against its cap. After `load`. Thread-safe."""
         counters = MetricCounters()
         counters.set("paceline_draft_memory_bytes", self._memory_bytes)
         counters.set("paceline_draft_memory_cap_bytes", self._cap_bytes)
-        if self._pool is not None:
-            count_blocks(counters, self._pool, "draft")
+        blocks = self._pool.usage()
+        counters.set("paceline_kv_free_blocks", blocks.num_free, "draft")
+        counters.set("paceline_kv_used_blocks", blocks.num_used, "draft")
+        counters.add("paceline_kv_evictions_total", blocks.num_evicted, "draft")
         return counters.read()
 
     def _num_blocks(self, config: ModelConfig, dtype: torch.dtype) -> int:
-        """Blocks of the draft's pool, scratch included: what the cap leaves after the weights."""
+        """Blocks of the draft's pool, the scratch block included: as many as the cap leaves after the weights."""
         fraction = self._config.speculative.memory_fraction
         total = self._total_memory()
         cap = int(total * fraction)
         weights = self._weight_bytes(config, dtype)
         self._memory_bytes, self._cap_bytes = weights, cap
-        one = (config.max_model_len if self._config.max_model_len is None else self._config.max_model_len) + 1
-        needed = kv_bytes_per_token(config, dtype=dtype) * min(one, 4096)
+        longest = (config.max_model_len if self._config.max_model_len is None else self._config.max_model_len) + 1
+        sequence_len = min(longest, _SEQUENCE_LEN)
+        needed = kv_bytes_per_token(config, dtype=dtype) * sequence_len
         if weights + needed > cap:
             raise ConfigError(
                 f"speculative.memory_fraction: draft weights {weights >> 20} MiB + KV of one sequence "
                 f"{needed >> 20} MiB exceed {fraction:.0%} of the device's {total >> 20} MiB = {cap >> 20} MiB; "
                 "raise the fraction or take a smaller draft"
             )
-        wanted = 2 * self._config.max_num_requests * min(one, 4096)  # more can never be used
+        most_tokens = 2 * self._config.max_num_requests * sequence_len  # a larger pool would stay empty
         blocks = num_kv_blocks(
             config,
             block_size=self._config.kv_block_size,
             dtype=dtype,
             device=self._device,
-            memory_bytes=min(cap - weights, wanted * kv_bytes_per_token(config, dtype=dtype)),
+            memory_bytes=min(cap - weights, most_tokens * kv_bytes_per_token(config, dtype=dtype)),
         )
         return blocks + 1
 
     def _weight_bytes(self, config: ModelConfig, dtype: torch.dtype) -> int:
-        own = WeightFiles(self._folder).num_elements() * dtype.itemsize
+        """Bytes of the draft's own weights, and of the embedding tables that it makes from the target's."""
+        in_files = WeightFiles(self._folder).num_elements() * dtype.itemsize
         embedding = config.vocab_size * config.hidden_size * dtype.itemsize
         has_table = config.architecture == "eagle" and self._device.type == "cpu"
-        return own + embedding * (int(config.shares_embedding) + int(has_table))
+        return in_files + embedding * (int(config.shares_embedding) + int(has_table))
 
     def _total_memory(self) -> int:
         if self._device.type == "cuda":
@@ -174,23 +183,18 @@ class DraftWorker:
 
 
 def _architecture(draft: LoadedDraft, width: int, *, num_blocks: int, block_size: int) -> Architecture:
-    """The model over a new cache; columns from `width` on are padding and are never drafted."""
+    """The draft's model over a new KV cache.
+
+    Args:
+        draft: loaded weights.
+        width: columns of the logits that are tokens; columns from `width` on are padding and are never drafted.
+        num_blocks, block_size: of the cache.
+    """
     runner = ModelRunner(draft.decoder, num_blocks=num_blocks, block_size=block_size)
     if draft.head is not None:
         return EagleArchitecture(draft.head, draft.decoder, runner.caches)
 
-    def forward(forward_input: ForwardInput) -> torch.Tensor:
-        logits = runner.forward(forward_input)
-        if logits is None:
-            raise EngineError("the draft got no logits")
-        return logits[:, :width]
+    def forward(forward_input: ForwardInput) -> ForwardResult:
+        return ForwardResult(runner.forward(forward_input).require_logits()[:, :width])
 
     return PlainArchitecture(forward)
-
-
-def count_blocks(counters: MetricCounters, pool: BlockPool, cache: str) -> None:
-    """What a KV pool says of itself, into a fresh ledger."""
-    num_free = pool.num_free
-    counters.set("paceline_kv_free_blocks", num_free, cache)
-    counters.set("paceline_kv_used_blocks", pool.num_blocks - 1 - num_free, cache)
-    counters.add("paceline_kv_evictions_total", pool.num_evicted, cache)

@@ -18,12 +18,12 @@ from reference import Generated, Spelling
 from engine.core.block_pool import BlockPool
 from engine.core.committer import Committer
 from engine.core.drafter import Drafter
-from engine.core.engine import Engine, Streams
+from engine.core.engine import Engine
 from engine.core.pacing import KChoice, SpeculationPlan
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.stats import StepStats
-from engine.core.step import ForwardInput
+from engine.core.step import ForwardInput, ForwardResult
 from engine.core.verifier import Verifier
 from engine.draft.architectures import PlainArchitecture
 from engine.draft.messages import DraftRequestRow, DraftResponse
@@ -72,8 +72,8 @@ class ToyModel:
         row: np.ndarray = self._table[tuple(context)]
         return row
 
-    def forward(self, plan: ForwardInput) -> torch.Tensor:
-        """[R, columns] float32, as a model runner does it."""
+    def forward(self, plan: ForwardInput) -> ForwardResult:
+        """Logits [R, columns] float32, as a model runner gives them."""
         self.num_rows += len(plan.token_ids)
         self._cache[plan.slots] = plan.token_ids
         wanted = set(plan.logit_rows.tolist())
@@ -87,7 +87,7 @@ class ToyModel:
                     slots = plan.block_tables[span, where // self.block_size] * self.block_size
                     out.append(self.logits_after(self._cache[slots + where % self.block_size].tolist()))
                 row += 1
-        return torch.from_numpy(np.stack(out)) if out else torch.zeros(0, self.columns)
+        return ForwardResult(torch.from_numpy(np.stack(out)) if out else torch.zeros(0, self.columns))
 
 
 class LoopbackEndpoint:
@@ -195,7 +195,7 @@ class ToyEngine:
             drafter=drafter,
             verifier=Verifier(target.forward, block_size=target.block_size),
             committer=Committer(self.pool, scheduler, max_model_len=max_model_len),
-            streams=Streams(self._collect),
+            publish=self._collect,
             pacer=pacer,
             grammars=grammars,
         )

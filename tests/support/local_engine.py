@@ -1,4 +1,4 @@
-"""A whole engine without Ray: shards, draft and socket of the real classes, each shard in a thread of this process."""
+"""An engine without Ray: shards, draft and socket of the real classes, each shard in a thread of this process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from engine.core.pacing import Pacer
 from engine.core.stats import StepStats
 from engine.ipc.wire import HEADER, AbortCommand, DraftStatus, StepDeltas, SubmitCommand, decode_event, frame, frame_len
 from engine.messages import Delta, Submit
+from engine.workers.bring_up import bring_up_locally
 from engine.workers.draft_worker import DraftWorker
+from engine.workers.leader import Leader
 from engine.workers.target_shard import TargetShard
 
 NODE = "this-node"
@@ -32,8 +34,8 @@ class LocalEngine:
 
     Args:
         folder, draft_folder: model folders.
-        pacer: default is the one that follows `speculative.policy`.
-        settings: of `EngineConfig`; small defaults are filled in.
+        pacer: chooses K; the default follows `speculative.policy`.
+        settings: fields of `EngineConfig`; small defaults are filled in.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class LocalEngine:
     ) -> None:
         speculative = settings.pop("speculative", {"method": "none"})
         if draft_folder is not None:
-            # Everything shares this process, so a busy machine must not look like a hung draft.
+            # All parts share this process: a busy machine must not look like a hung draft.
             method = ModelConfig.load(draft_folder).architecture
             speculative = {
                 "method": method,
@@ -61,31 +63,25 @@ class LocalEngine:
         self.stats: list[StepStats] = []
         self.last: dict[str, Delta] = {}
         self.joined: dict[str, Delta] = {}
-        """All deltas of a request as one."""
+        """All deltas of each request, joined into one."""
         chosen = self.config.speculative
         self._pacer = pacer or PolicyPacer(make_goodput(chosen.method, chosen.k))
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> LocalEngine:
-        lead = self.shards[0]
-        port = lead.open_rendezvous() if len(self.shards) > 1 else None
-        readies = self._each(lambda shard: shard.load(port))
-        num_blocks = min(ready.num_blocks for ready in readies)
-        max_model_len = min(readies[0].max_model_len, (num_blocks - 1) * self.config.kv_block_size)
-        for shard in self.shards:
-            shard.allocate(num_blocks, max_model_len)
-        for rank, shard in enumerate(self.shards[1:], start=1):
-            shard.follow(lead.plan_handle(rank))
+        bring_up_locally(self.shards)
         plan = initial_plan(self.config.speculative)
-        path = lead.listen(self._pacer, lambda: plan, self.stats.append)
-        self._start(*(shard.run for shard in self.shards))
+        self.leader = leader = Leader(
+            self.shards[0], pacer=self._pacer, plan=lambda: plan, observers=[self.stats.append]
+        )
+        self._start(leader.run, *(shard.run for shard in self.shards[1:]))
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(path)
+        self._socket.connect(leader.path)
         self._stream = self._socket.makefile("rb")
         if self.draft is not None:
-            self.draft.connect(lead.open_draft_buffer(self.draft.load(), 1))
+            self.draft.connect(leader.open_draft_buffer(self.draft.load(), 1))
             self._start(self.draft.run)
-            lead.attach_draft(10.0)
+            leader.attach_draft(10.0)
             assert isinstance(self._event(), DraftStatus)
         return self
 
@@ -101,7 +97,7 @@ class LocalEngine:
         self._socket.close()
 
     def generate(self, submits: Sequence[Submit]) -> dict[str, list[int]]:
-        """Submit all at once; the generated tokens by request id."""
+        """Submit all requests at once. Returns the generated tokens by request id."""
         out: dict[str, list[int]] = {submit.request_id: [] for submit in submits}
         pending = set(out)
         self._hold_until(len(submits))
@@ -121,17 +117,14 @@ class LocalEngine:
 
     @property
     def num_preempted(self) -> int:
-        engine = self.shards[0].engine
-        assert engine is not None
-        return engine.scheduler.num_preempted
+        return self.leader.engine.scheduler.num_preempted
 
     def abort(self, request_id: str) -> None:
         self._socket.sendall(frame(AbortCommand(request_id)))
 
     def _hold_until(self, num_commands: int) -> None:
-        """Keep the engine from stepping until that many commands are in: who shares a step with whom is not chance."""
-        engine = self.shards[0].engine
-        assert engine is not None
+        """Keep the engine from stepping until so many commands have arrived, so that they share a step in every run."""
+        engine = self.leader.engine
         inbox, deadline = engine._inbox, time.monotonic() + 10
 
         def hold() -> None:
@@ -142,21 +135,6 @@ class LocalEngine:
 
     def _event(self) -> object:
         return decode_event(self._stream.read(frame_len(self._stream.read(HEADER.size))))
-
-    def _each(self, call: Any) -> list[Any]:
-        """Run a call on every shard at once, because they wait for each other."""
-        results: list[Any] = [None] * len(self.shards)
-
-        def one(rank: int) -> None:
-            results[rank] = call(self.shards[rank])
-
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(self.shards))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert all(result is not None for result in results), "a shard failed to load"
-        return results
 
     def _start(self, *targets: Any) -> None:
         for target in targets:

@@ -68,7 +68,7 @@ def logits_of_models(
         runner = ModelRunner(
             load_model(folder, dtype=torch.float32, collectives=group), num_blocks=128, block_size=block_size
         )
-        results = [runner.forward(forward_input) for forward_input in forward_inputs]
+        results = [runner.forward(forward_input).logits for forward_input in forward_inputs]
         sent.append([None if logits is None else logits.numpy() for logits in results])
     connection.send(sent)
     group.close()

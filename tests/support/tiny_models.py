@@ -133,8 +133,7 @@ def run_cuts(runner: ModelRunner, prompts: list[list[int]], cuts: list[list[int]
     for step in range(max(len(cut) for cut in cuts)):
         members = [index for index, cut in enumerate(cuts) if step < len(cut)]
         ranges = [TokenRange(prompts[i], starts[i], starts[i] + cuts[i][step], blocks[i]) for i in members]
-        logits = runner.forward(forward_input_of(ranges, block_size=runner.block_size))
-        assert logits is not None
+        logits = runner.forward(forward_input_of(ranges, block_size=runner.block_size)).require_logits()
         for index, part in zip(members, logits.split([cuts[i][step] for i in members]), strict=True):
             found[index].append(part)
             starts[index] += cuts[index][step]

@@ -15,7 +15,7 @@ import torch
 from fakes import LoopbackEndpoint, ToyModel
 
 from engine.core.block_pool import BlockPool
-from engine.core.step import ForwardInput
+from engine.core.step import ForwardInput, ForwardResult
 from engine.draft.architectures import Outputs
 from engine.draft.proposer import Proposer
 from engine.draft.remote import RemoteDrafter
@@ -28,9 +28,7 @@ def hashed(before: int, token: int) -> int:
 
 
 class FeaturedToy(ToyModel):
-    """A toy target that writes its features to a drafter."""
-
-    drafter: RemoteDrafter | None = None
+    """A toy target whose forward also yields features."""
 
     def features_after(self, tokens: Sequence[int]) -> list[int]:
         """[order] numbers: a hash of all tokens, then the last order - 1."""
@@ -40,20 +38,17 @@ class FeaturedToy(ToyModel):
         padded = [*([self.vocab_size] * self._order), *tokens]
         return [total, *padded[len(padded) - self._order + 1 :]]
 
-    def forward(self, forward_input: ForwardInput) -> torch.Tensor:
-        logits = super().forward(forward_input)
-        if self.drafter is not None:
-            rows = []
-            for span, (q_len, kv_len) in enumerate(zip(forward_input.q_lens, forward_input.kv_lens, strict=True)):
-                where = np.arange(kv_len)
-                slots = (
-                    forward_input.block_tables[span, where // self.block_size] * self.block_size
-                    + where % self.block_size
-                )
-                tokens = self._cache[slots].tolist()
-                rows += [self.features_after(tokens[:end]) for end in range(kv_len - q_len + 1, kv_len + 1)]
-            self.drafter.write_features(torch.tensor(rows, dtype=torch.float32), forward_input.q_lens)
-        return logits
+    def forward(self, forward_input: ForwardInput) -> ForwardResult:
+        logits = super().forward(forward_input).logits
+        rows = []
+        for span, (q_len, kv_len) in enumerate(zip(forward_input.q_lens, forward_input.kv_lens, strict=True)):
+            where = np.arange(kv_len)
+            slots = (
+                forward_input.block_tables[span, where // self.block_size] * self.block_size + where % self.block_size
+            )
+            tokens = self._cache[slots].tolist()
+            rows += [self.features_after(tokens[:end]) for end in range(kv_len - q_len + 1, kv_len + 1)]
+        return ForwardResult(logits, torch.tensor(rows, dtype=torch.float32))
 
 
 class ToyEagle:
@@ -130,5 +125,4 @@ def toy_eagle(
     features = torch.full((ring, width), float("nan"))
     endpoint = LoopbackEndpoint(proposer, max_rows=64, max_k=16, draft_vocab=distribution.columns, features=features)
     drafter.attach(endpoint)
-    target.drafter = drafter
     return drafter, endpoint

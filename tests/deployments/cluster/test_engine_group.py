@@ -77,7 +77,7 @@ class FakeTarget:
         self.on_draft = on_draft
         self._on_failed = on_failed
         self._error = error
-        self.lead = InProcessActor(Rank0())
+        self.rank0 = InProcessActor(Rank0())
         self.client: Any = object()
         self.failure: str | None = None
         self.is_running = False
@@ -94,7 +94,7 @@ class FakeTarget:
 
     def die(self, reason: str) -> None:
         self.failure = reason
-        self.lead.die()
+        self.rank0.die()
         self._on_failed(reason)
 
 
@@ -133,7 +133,7 @@ class World:
         return self.targets[-1]
 
     def _make_draft(self, rank0: Any) -> DraftSupervisor:
-        assert rank0 is self.targets[-1].lead
+        assert rank0 is self.targets[-1].rank0
         # The second restart of a series waits, so that the state between is visible.
         backoff = Backoff(first_s=self._draft_pause_s, longest_s=self._draft_pause_s)
         return DraftSupervisor(rank0, self._start_draft, kill=InProcessActor.die, backoff=backoff)
@@ -294,7 +294,7 @@ def test_a_lost_controller_is_replaced_while_the_engine_serves() -> None:
 
 def test_metrics_add_up_and_keep_the_last_snapshot_of_a_shard_that_does_not_respond() -> None:
     async def script(world: World) -> None:
-        rank0 = world.targets[0].lead
+        rank0 = world.targets[0].rank0
         rank0.instance.counters.add("paceline_preemptions_total", 3)
         name = "paceline_preemptions_total"
         assert (await world.group.metrics()).number(name) == 103
@@ -312,9 +312,9 @@ def test_metrics_add_up_and_keep_the_last_snapshot_of_a_shard_that_does_not_resp
 
 def test_metrics_of_a_shard_that_died_are_kept() -> None:
     async def script(world: World) -> None:
-        world.targets[0].lead.instance.counters.add("paceline_preemptions_total", 3)
+        world.targets[0].rank0.instance.counters.add("paceline_preemptions_total", 3)
         await world.group.metrics()
-        world.targets[0].lead.die()
+        world.targets[0].rank0.die()
         assert (await world.group.metrics()).number("paceline_preemptions_total") == 3
 
     run(World(has_draft=False), script)

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import write_model
@@ -26,9 +25,11 @@ from deployments.cluster.shard_client import ShardClient
 from deployments.cluster.target_supervisor import TargetSupervisor
 from deployments.engine_client import Health
 from engine.config import EngineConfig
-from engine.core.step import ForwardInput
+from engine.core.step import ForwardInput, ForwardResult
 from engine.errors import EngineUnavailable, ShardDown
 from engine.messages import SamplingParams, Submit
+from engine.workers.bring_up import LocalShard, bring_up
+from engine.workers.leader import Leader
 from engine.workers.target_shard import ShardReady, TargetShard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,7 +40,7 @@ class FailingShard(TargetShard):
 
     life: int | None = None
 
-    def forward(self, forward_input: ForwardInput) -> torch.Tensor:
+    def forward(self, forward_input: ForwardInput) -> ForwardResult:
         if self.life is not None:
             self.life -= 1
             if self.life < 0:
@@ -59,19 +60,18 @@ class LocalTarget:
 
     def _run(self) -> None:
         try:
-            self._shard.run()
+            self._leader.run()
         except ShardDown:
             return
 
     async def start(self) -> ShardReady:
         config = self._shard.config
-        ready = self._shard.load(None)
-        self._shard.allocate(ready.num_blocks, ready.max_model_len)
-        forward_input = initial_plan(config.speculative)
+        ready = await bring_up([LocalShard(self._shard)], block_size=config.kv_block_size)
+        plan = initial_plan(config.speculative)
         pacer = PolicyPacer(make_goodput(config.speculative.method, config.speculative.k))
-        path = self._shard.listen(pacer, lambda: forward_input, lambda stats: None)
+        self._leader = Leader(self._shard, pacer=pacer, plan=lambda: plan)
         self._thread.start()
-        self.client = await ShardClient.connect(path, on_draft=print, on_lost=self._fail)
+        self.client = await ShardClient.connect(self._leader.path, on_draft=print, on_lost=self._fail)
         return ready
 
     async def stop(self) -> None:

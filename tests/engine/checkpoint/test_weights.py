@@ -136,9 +136,8 @@ def test_a_draft_shares_the_embedding_and_scores_some_tokens(original: Path, tmp
     assert draft.draft_vocab is not None
     assert target.draft_vocab is None
     assert torch.equal(draft.draft_vocab, vocab)
-    ours, theirs = (ModelRunner(model, num_blocks=2, block_size=4).forward(forward_input) for model in (draft, target))
-    assert ours is not None
-    assert theirs is not None
+    runners = [ModelRunner(model, num_blocks=2, block_size=4) for model in (draft, target)]
+    ours, theirs = (runner.forward(forward_input).require_logits() for runner in runners)
     assert torch.allclose(ours, theirs[:, vocab], atol=1e-5)
     with pytest.raises(ConfigError, match="no target folder was given"):
         load_model(folder)

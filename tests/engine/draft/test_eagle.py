@@ -20,7 +20,7 @@ from toy_eagle import FeaturedToy, toy_eagle
 
 from engine.core.pacing import KChoice, SpeculationPlan
 from engine.core.request import Request
-from engine.core.step import Span
+from engine.core.step import Features, Span
 from engine.draft.feature_log import FeatureLog
 from engine.draft.messages import DraftRequestRow, DraftResponse
 from engine.errors import DraftDown
@@ -209,7 +209,6 @@ def test_a_dead_draft_costs_no_token_and_the_next_one_is_always_accepted() -> No
     for _ in range(5):
         engine.step()
     _, fresh = toy_eagle(target, draft_model, num_blocks=200)
-    target.drafter = drafter
     drafter.attach(fresh)
     revived = len(pacer.stats)
     while engine.engine.has_work:
@@ -248,7 +247,7 @@ def test_the_log_finds_every_feature_that_is_still_there_and_no_other(seed: int,
             drafted = rng.randint(0, 1) if samples else 0
             spans.append((Span(request, request.num_computed, num_tokens, drafted, samples, "plan"), drafted))
             rows += [(request.key, request.num_computed + i) for i in range(num_tokens + drafted)]
-        log.write(torch.tensor(rows, dtype=torch.float32), np.array([s.num_tokens + d for s, d in spans], np.int32))
+        features = torch.tensor(rows, dtype=torch.float32)
         for i, (key, position) in enumerate(rows):
             written[key, position] = now + i
         now += len(rows)
@@ -259,7 +258,8 @@ def test_the_log_finds_every_feature_that_is_still_there_and_no_other(seed: int,
                 for position in range(span.start + span.num_tokens + accepted, span.start + span.num_tokens + drafted):
                     written.pop((span.request.key, position), None)
             span.request.num_computed = span.start + span.num_tokens + accepted
-        log.settle([span for span, _ in spans])
+        q_lens = np.array([span.num_tokens + drafted for span, drafted in spans], np.int32)
+        log.add(Features(features, q_lens), [span for span, _ in spans])
         for request in requests:
             start = rng.randint(0, len(request.tokens))
             for token, row_index in enumerate(log.rows(request.key, start, len(request.tokens) - start), start):

@@ -59,9 +59,9 @@ def features_of(target_folder: Path, tokens: list[int]) -> torch.Tensor:
     model = load_model(target_folder, dtype=torch.float32, feature_layers=(0, 1))
     runner = ModelRunner(model, num_blocks=8, block_size=BLOCK)
     blocks = list(range(1, 2 + len(tokens) // BLOCK))
-    runner.forward(pack_spans([SpanRows(tokens, 0, blocks, 1)], BLOCK))
-    assert runner.features is not None
-    return runner.features
+    features = runner.forward(pack_spans([SpanRows(tokens, 0, blocks, 1)], BLOCK)).hidden
+    assert features is not None
+    return features
 
 
 def make_proposer(folder: Path, target_folder: Path) -> Proposer:

@@ -9,7 +9,7 @@ from fakes import FixedPacer, ToyEngine, ToyModel
 
 from engine.core.drafter import empty_rows
 from engine.core.request import Request
-from engine.core.step import Batch, Draft, DraftRow, Span
+from engine.core.step import Batch, Draft, DraftRow, Span, Verdict
 from engine.draft.first_of import FirstOf
 from engine.draft.ngram import NgramDrafter
 from engine.messages import SamplingParams, Submit
@@ -35,6 +35,9 @@ class RecordingDrafter:
                 self.asked.append(tuple(span.request.tokens))
                 rows[index] = DraftRow(token_ids=(self._token,) * span.k)
         return Draft(tuple(rows), draft_s=1.0)
+
+    def committed(self, batch: Batch, verdict: Verdict) -> None:
+        return None
 
     def forget(self, keys: Sequence[int]) -> None:
         self.forgotten += keys

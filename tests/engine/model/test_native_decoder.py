@@ -87,23 +87,19 @@ def test_features_are_those_of_the_slow_twin(tmp_path: Path) -> None:
     slow = ModelRunner(
         load_model(folder, kernel="torch", dtype=torch.float32, feature_layers=(0, 2)), num_blocks=4, block_size=16
     )
-    runner.forward(forward_input)
-    slow.forward(forward_input)
-    assert runner.features is not None
-    assert slow.features is not None
-    assert runner.features.shape == slow.features.shape
-    assert torch.allclose(
-        runner.features.float(), slow.features, rtol=0.02, atol=0.02 * float(slow.features.abs().max())
-    )
+    found, expected = runner.forward(forward_input).hidden, slow.forward(forward_input).hidden
+    assert found is not None
+    assert expected is not None
+    assert found.shape == expected.shape
+    assert torch.allclose(found.float(), expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
 
 
 @needs_library
 def test_no_logit_rows_gives_an_empty_result(tmp_path: Path) -> None:
     folder = write_model(tmp_path, "llama", **SIZES)
     forward_input = forward_input_of([TokenRange([5, 6, 7], 0, 3, [0])], block_size=16)
-    logits = native_runner(folder).forward(replace(forward_input, logit_rows=forward_input.logit_rows[:0]))
-    assert logits is not None
-    assert logits.shape == (0, VOCAB)
+    result = native_runner(folder).forward(replace(forward_input, logit_rows=forward_input.logit_rows[:0]))
+    assert result.require_logits().shape == (0, VOCAB)
 
 
 @needs_library
