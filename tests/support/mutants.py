@@ -4,7 +4,7 @@
 
 Owns the run: a copy of the tree, a sample of mutants, the tests of each, the report. The working tree is only read.
 The tests are those that mirror the folder (`tests/<folder>`) and those that EXTRA names, the quick ones first, as long
-as they fit in `--budget` CPU seconds together. A fresh interpreter takes longer to import than most tests take to run, so
+as they fit in `--budget` CPU seconds together. A fresh interpreter imports for longer than most tests run, so
 one process imports everything outside the project once and forks for each mutant.
 """
 
