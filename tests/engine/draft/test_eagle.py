@@ -165,13 +165,13 @@ def test_after_a_pause_acceptance_is_what_it_was(ring: int) -> None:
 
 def test_while_drafting_is_off_the_draft_is_not_asked() -> None:
     never, end = run_perfect(FixedPacer(0))
-    assert end.num_orders == 0
+    assert end.num_requests == 0
     assert sum(s.num_drafted for s in never.stats) == 0
     always, asked = run_perfect(FixedPacer(3))
     paused, some = run_perfect(Scripted(range(5, 30)))
-    assert some.num_orders > 0
+    assert some.num_requests > 0
     assert sum(s.draft_s > 0 or s.num_drafted > 0 for s in paused.stats[5:30]) == 0
-    assert asked.num_orders <= len(always.stats)
+    assert asked.num_requests <= len(always.stats)
 
 
 class Mortal:
