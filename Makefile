@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 
-.PHONY: serve test check format clean
+.PHONY: serve test check mutants format clean
 
 serve: $(STAMP)
 	@exec $(BIN)/paceline serve $(ARGS)
@@ -18,6 +18,10 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/paceline check deployments/*.yaml
+
+# Mutation testing of one folder: make mutants FOLDER=engine/core ARGS='--num 50 --seed 1'. Minutes; not part of CI.
+mutants: $(STAMP)
+	$(BIN)/python tests/support/mutants.py $(FOLDER) $(ARGS)
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -1,7 +1,7 @@
-"""What an engine is told at start: frozen, complete and loud.
+"""The settings of one engine: frozen and checked at start.
 
-Owns the meaning and bounds of every engine setting. Knows nothing of Serve, HTTP or where things are placed.
-An unknown key or a bad value raises `ConfigError` naming the field. Measured values are never written back here.
+Owns the meaning and the bounds of every engine setting. Knows nothing of Serve, HTTP or placement. An unknown key or a
+bad value raises `ConfigError`, which names the field. Measured values are never written back into settings.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from engine.errors import ConfigError
 
 Method = Literal["none", "ngram", "draft_model", "eagle"]
 DRAFT_METHODS: tuple[Method, ...] = ("draft_model", "eagle")
-"""Those of a model in a folder, which says itself which of them it is."""
+"""Methods that draft with a model. The model's config.json says which of the two it is."""
 PolicyName = Literal["off", "fixed", "threshold", "goodput"]
 MAX_K = 16
+"""Largest K that any setting, plan or request can ask for."""
 CPU_BLOCK, CUDA_PAGE = 16, 256
+"""Default block sizes in tokens: of the native kernel on cpu, of paged attention on cuda. Both need multiples."""
 
 
 class Settings(BaseModel):
-    """Base of all settings: immutable, unknown keys refused."""
+    """Base of all settings: immutable; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -39,7 +41,7 @@ class Settings(BaseModel):
 
 
 def describe(error: ValidationError) -> str:
-    """One line per bad field: its dotted name, what is wrong and what was given."""
+    """A message that gives, for each bad field, its dotted name, what is wrong and the value that was given."""
     lines = []
     for item in error.errors():
         name = ".".join(str(part) for part in item["loc"]) or "settings"
@@ -51,29 +53,30 @@ class SpeculativeConfig(Settings):
     """How tokens are drafted."""
 
     method: Method = "ngram"
-    """Who drafts: nobody, prompt lookup, or the model that `draft` names, whose config.json says whether it is a model
-    of its own or a head on the target's hidden states. Not needed where `draft` is given."""
+    """Drafting method: `none`, `ngram` (prompt lookup), `draft_model` (a separate model) or `eagle` (a head on the
+    target's hidden states). With `draft` set it may be left out: the draft's config.json names the method."""
     draft: str | None = None
-    """Folder or Hugging Face id of the draft, or the name of one that ships with Paceline."""
+    """Folder or Hugging Face id of the draft, or the name of a draft that ships with Paceline."""
     policy: PolicyName = "goodput"
-    """Who chooses K: `off`, `fixed`, the operators' rule `threshold`, or `goodput`: most tokens per second."""
+    """How K is chosen: `off` (no drafting), `fixed` (always `k`), `threshold` (`k` below a batch size) or `goodput`
+    (the K with the most tokens per second)."""
     k: Annotated[int, Field(ge=0, le=MAX_K)] = 5
-    """Draft tokens per request and step, and the upper bound under every policy."""
+    """Draft tokens per request and step under `fixed` and `threshold`; the upper bound of K under every policy."""
     threshold_max_batch: Annotated[int, Field(ge=1)] = 16
     """Policy `threshold`: no drafting at this many decoding requests or more."""
     lookup: bool = True
-    """With `draft_model` or `eagle`: draft by prompt lookup where the last tokens have occurred before in the request,
-    and by the model elsewhere."""
+    """With `draft_model` or `eagle`: draft by prompt lookup if the last tokens have occurred before in the request,
+    and by the model otherwise."""
     ngram_min: Annotated[int, Field(ge=1, le=16)] = 2
     """Shortest suffix, in tokens, that prompt lookup matches."""
     ngram_max: Annotated[int, Field(ge=1, le=16)] = 4
     """Longest suffix, in tokens, that prompt lookup matches."""
     memory_fraction: Annotated[float, Field(gt=0, le=0.5)] = 0.10
-    """Cap on draft weights + KV, as a fraction of device memory."""
+    """Upper bound of the draft's weights and KV cache, as a fraction of device memory."""
     deadline_s: Annotated[float, Field(gt=0, le=60)] = 2.0
-    """A draft that has not answered by then counts as hung."""
+    """Seconds after which a draft without a response counts as hung."""
     wrong_drafts: bool = False
-    """For benchmarks: what is drafted is replaced by tokens that the target does not choose."""
+    """For benchmarks: replace every draft token by a token that the target does not choose."""
 
     @model_validator(mode="before")
     @classmethod
@@ -94,45 +97,46 @@ class SpeculativeConfig(Settings):
 
 
 class EngineConfig(Settings):
-    """One engine: a target, how it is cut and cached, and how it speculates."""
+    """One engine: its target model, its KV cache, its limits and its speculation."""
 
     model: str
     """Folder or Hugging Face id of the target, or `smollm2` for the embedded default."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Compute type of weights and KV cache; `auto` is bfloat16."""
+    """Data type of weights, KV cache and computation; `auto` is bfloat16."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` is cuda where there is one."""
+    """Device of the target; `auto` is cuda if there is a CUDA device, else cpu."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
-    """Target shards; each takes a whole number of KV groups, unevenly where they do not divide."""
+    """Number of target shards. Each shard takes whole KV groups; some take one more if they do not divide evenly."""
     max_model_len: Annotated[int, Field(ge=16)] | None = None
-    """Longest prompt + output, tokens; default is the model's own limit."""
+    """Longest prompt plus output, in tokens; default: the model's limit."""
     block_size: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Tokens per KV block; default 16 on cpu, and 256 on cuda, whose paged attention takes multiples of that."""
+    """Tokens per KV block; default: 16 on cpu, 256 on cuda, where paged attention needs multiples of 256."""
     kv_cache_tokens: Annotated[int, Field(ge=16)] | None = None
     """Capacity of the target's KV pool in tokens; default: from the device's memory."""
     max_num_requests: Annotated[int, Field(ge=1, le=1024)] = 64
     """Requests that run at once."""
     max_num_waiting: Annotated[int, Field(ge=0)] = 256
-    """Requests that may queue beyond those; more are refused with QueueFull."""
+    """Requests that may wait beyond the running ones; further requests are refused with QueueFull."""
     max_step_tokens: Annotated[int, Field(ge=16)] = 512
-    """Rows of one forward: decodes first, then prefill chunks in what is left."""
+    """Rows of one forward. Decodes take their rows first; prefill chunks take the rest."""
     prefix_cache: bool = True
     """Reuse KV blocks of equal prompt prefixes."""
     num_threads: Annotated[int, Field(ge=1)] | None = None
-    """CPU threads per shard; default: cores / shards."""
+    """CPU threads per shard; default: cores divided by shards."""
     kernel: Literal["auto", "native", "torch"] = "auto"
-    """Who computes a forward on cpu in bfloat16: the native library (Linux on x86_64 with AVX512-BF16, a C++ compiler,
-    one shard), or PyTorch's operators; `auto` takes the first where it serves."""
+    """Kernels of a bfloat16 forward on cpu: `native` (needs Linux on x86_64 with AVX512-BF16, a C++ compiler and one
+    shard), `torch` (PyTorch's operators), or `auto` (`native` if its needs are met, else `torch`)."""
     speculative: SpeculativeConfig = SpeculativeConfig()
+    """How tokens are drafted."""
 
     @property
     def kv_block_size(self) -> int:
-        """`block_size`, or the default of the device."""
+        """Tokens per KV block: `block_size`, or the device's default."""
         return self.block_size or (CUDA_PAGE if self.device == "cuda" else CPU_BLOCK)
 
     @property
     def forward_kernel(self) -> Literal["auto", "native", "torch"]:
-        """`kernel`, but `torch` where the block size leaves no other choice."""
+        """`kernel`, or `torch` if the block size is not a multiple that the native kernel needs."""
         return self.kernel if self.kv_block_size % CPU_BLOCK == 0 else "torch"
 
     @model_validator(mode="after")

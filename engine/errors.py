@@ -1,14 +1,14 @@
-"""Every way in which the engine refuses or fails, as one tree.
+"""The exceptions that the engine raises on purpose, as one tree.
 
     PacelineError
     ├── ConfigError              a setting is wrong; raised at start
-    ├── RequestError             the client's fault
+    ├── RequestError             the request cannot be served
     │   ├── InvalidRequest       a field has a bad value
     │   └── QueueFull            admission control refused it; retry later
-    └── EngineError              our fault
+    └── EngineError              the engine cannot do its work
         ├── EngineUnavailable    starting, draining or dead
-        ├── DraftDown            the draft died, hung or answered for another epoch; costs speculation only
-        └── ShardDown            a target shard died or hung; ends the engine
+        ├── DraftDown            the draft died or hung; requests go on without drafts
+        └── ShardDown            a target shard died or hung; the engine ends
 
 `deployments` maps these to HTTP in one table. This file knows no HTTP.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 
 class PacelineError(Exception):
-    """Root of all errors raised on purpose."""
+    """Root of the tree."""
 
 
 class ConfigError(PacelineError):
@@ -25,7 +25,7 @@ class ConfigError(PacelineError):
 
 
 class RequestError(PacelineError):
-    """The request cannot be served as it was sent."""
+    """The request cannot be served. Sending it again unchanged helps only after QueueFull."""
 
 
 class InvalidRequest(RequestError):
@@ -45,7 +45,7 @@ class QueueFull(RequestError):
     """The waiting queue is full.
 
     Args:
-        retry_after_s: seconds after which a retry has a fair chance.
+        retry_after_s: seconds after which the client should retry.
     """
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
@@ -62,8 +62,8 @@ class EngineUnavailable(EngineError):
 
 
 class DraftDown(EngineError):
-    """The draft is dead, hung past its deadline, or answered for another epoch."""
+    """The draft is dead, missed its deadline, or sent a response of another epoch."""
 
 
 class ShardDown(EngineError):
-    """A target shard is dead or hung past its deadline."""
+    """A target shard is dead or missed its deadline."""

@@ -1,6 +1,6 @@
 """What crosses the socket between a replica and its engine: requests in, deltas out.
 
-Owns the values a client submits and the events it gets back. Knows token ids, never text.
+Owns the values of a request and of its response. Knows token ids, never text.
 """
 
 from __future__ import annotations
@@ -16,72 +16,88 @@ ErrorKind = Literal["invalid_request", "internal"]
 """Cause of an error: a value in the request that the engine refuses, or a fault of the engine."""
 
 EmittedKind = Literal["accepted", "recovered", "bonus", "plain"]
-"""Origin of a token: of the draft, or of the target after a rejection, after a whole accepted draft, or without one."""
+"""Where a token comes from.
+
+    accepted   the draft; the target accepted it
+    recovered  the target, in place of the first rejected draft token
+    bonus      the target, after a draft of which every token was accepted
+    plain      the target, in a step without a draft for the request
+"""
 
 Priority = Literal["high", "normal", "low"]
-"""Shares of a busy engine; nobody is passed over for good."""
+"""Sets a request's share of a busy engine, by weight. Every priority makes progress."""
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf", "choice"]
 
 WorkloadClass = Literal["greedy", "cool", "hot", "structured"]
-"""Kinds of requests whose drafts fare alike: by temperature, or bound by a grammar."""
+"""Classes of requests with similar draft acceptance.
+
+    greedy      temperature 0
+    cool        temperature up to HOT
+    hot         temperature above HOT
+    structured  the output must match a grammar, at any temperature
+"""
 
 WORKLOADS: tuple[WorkloadClass, ...] = get_args(WorkloadClass)
 
 HOT = 0.8
-"""Temperature above which a request counts as hot."""
+"""Temperature above which a request's workload is `hot`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarSpec:
-    """What the text of an answer must match."""
+    """A grammar that the text of the response must match."""
 
     kind: GrammarKind
+    """Language of `text`."""
     text: str = ""
-    """The schema (JSON), pattern or EBNF; for `choice` a JSON array of strings; empty for `json_object`."""
+    """A JSON schema, a regular expression or EBNF; for `choice` a JSON array of strings; empty for `json_object`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen. Checked where they enter the process, in `deployments`.
+    """How tokens are chosen. `deployments` checks the values; the engine trusts them.
 
-    Order of application, as one law: logits + logit_bias, penalties, min_tokens and grammar masks, temperature, then
-    top_k, min_p, top_p on the probabilities. With everything neutral the law is the model's own.
+    The options apply in this order: logit_bias; repetition, presence and frequency penalties; the masks of min_tokens
+    and of the grammar; temperature; then top_k, min_p and top_p on the probabilities. With the defaults the
+    distribution is the model's.
     """
 
     temperature: float = 1.0
-    """0 is greedy."""
+    """Divides the logits. 0 is greedy: the most likely token."""
     top_p: float = 1.0
+    """Keep the fewest most likely tokens whose probabilities sum to at least this; 1 keeps all."""
     top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
+    """Keep this many most likely tokens; 0 keeps all."""
     min_p: float = 0.0
-    """Keep tokens at least this fraction as likely as the most likely one."""
+    """Keep tokens whose probability is at least this fraction of the most likely token's; 0 keeps all."""
     presence_penalty: float = 0.0
-    """Subtracted from the logit of every token generated so far."""
+    """Subtracted from the logit of every token that has been generated."""
     frequency_penalty: float = 0.0
-    """Subtracted once per occurrence among the generated tokens."""
+    """Subtracted from a token's logit once per occurrence among the generated tokens."""
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in prompt or output (Keskar et al. 2019)."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Added to the logits: (token id, bias)."""
+    """Pairs (token id, value added to its logit)."""
     max_tokens: int = 16
-    """Most tokens to generate."""
+    """Upper bound of the number of generated tokens."""
     min_tokens: int = 0
-    """No stop token may be chosen before this many tokens."""
+    """No stop token is chosen before this many generated tokens, unless only stop tokens are allowed."""
     seed: int | None = None
-    """Same seed, same tokens, for any batch mix and any K schedule."""
+    """With a seed, equal requests get equal tokens in any batch and at any K. None draws a new seed."""
     stop_token_ids: tuple[int, ...] = ()
-    """Generation ends at the first of these; the token itself is emitted. Holds the model's EOS ids."""
+    """Generation ends after the first of these, which is emitted. Includes the model's EOS ids."""
     num_logprobs: int | None = None
-    """Report the log-probability of every emitted token, and of this many most likely ones; None reports nothing.
-    They are of the model's own law (log-softmax of the logits), before any option."""
+    """Report the log-probability of each emitted token and of this many most likely tokens; None reports nothing.
+    Log-probabilities are the log-softmax of the model's logits, before any option applies."""
     num_prompt_logprobs: int | None = None
-    """The same for the prompt's tokens, all but the first."""
+    """Report log-probabilities in the same way for every prompt token but the first; None reports nothing."""
     grammar: GrammarSpec | None = None
+    """The grammar that the response must match; None allows any text."""
 
     @property
     def workload(self) -> WorkloadClass:
-        """The kind of request this is, for those who learn how drafts fare."""
+        """The class under which draft acceptance of this request is learned."""
         if self.grammar is not None:
             return "structured"
         if self.temperature == 0:
@@ -91,11 +107,12 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeOptions:
-    """A client's say in drafting for its own request."""
+    """A client's limits on drafting for its request."""
 
     enabled: bool = True
+    """False: no drafting for this request."""
     max_k: int | None = None
-    """Upper bound of K for this request; None leaves it to the pace."""
+    """Upper bound of K for this request; None sets no bound beyond the plan's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,15 +120,19 @@ class Submit:
     """A request as it enters the engine."""
 
     request_id: str
+    """Unique among the requests of the engine; repeated in every delta."""
     prompt: tuple[int, ...]
-    """Token ids, at least one."""
+    """Token ids of the prompt, at least one."""
     sampling: SamplingParams
+    """How its tokens are chosen."""
     speculative: SpeculativeOptions = SpeculativeOptions()
+    """The client's limits on drafting."""
     generated: tuple[int, ...] = ()
-    """Tokens that another engine has generated for it already; this one goes on after them."""
+    """Tokens that another engine generated for this request; generation continues after them."""
     priority: Priority = "normal"
+    """Weight of the request in the waiting queue."""
     client: str = ""
-    """Who sent it: clients share a busy engine fairly."""
+    """Name of the client; clients share a busy engine fairly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,24 +140,26 @@ class TokenLogprobs:
     """Log-probabilities at one position."""
 
     logprob: float
-    """Of the token that stands there."""
+    """Log-probability of the token at this position."""
     top: tuple[tuple[int, float], ...] = ()
-    """(token id, log-probability), most likely first."""
+    """Pairs (token id, log-probability) of the most likely tokens, most likely first."""
 
 
 class Delta(Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """What one step did for one request. The last one carries `finish_reason`."""
+    """What one step emitted for one request. The last delta of a request carries `finish_reason`."""
 
     request_id: str
+    """The request's id, as submitted."""
     token_ids: tuple[int, ...]
-    """Tokens emitted in this step, in order; empty only when the request ends without one."""
+    """Tokens emitted in this step, in order; empty only when the request ends without a token."""
     finish_reason: FinishReason | None = None
+    """Why the request ended; None while it runs."""
     error: str | None = None
-    """Set when finish_reason is `error`: what went wrong, for the client."""
+    """Message for the client about what went wrong; None unless the request failed."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One per token of `token_ids` where they were asked for."""
+    """One entry per token of `token_ids` if the request asked for them, else empty."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """With the first delta, for prompt tokens 1.. where they were asked for."""
+    """In the first delta, one entry per prompt token but the first if the request asked for them, else empty."""
     num_cached: int = 0
     """Prompt tokens found in the prefix cache, in total."""
     num_drafted: int = 0
@@ -144,12 +167,12 @@ class Delta(Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     num_accepted: int = 0
     """Draft tokens accepted for this request, in total so far."""
     queue_s: float = 0.0
-    """Seconds from its arrival in the engine to its first step."""
+    """Seconds from the request's arrival in the engine to its first step."""
     num_accepted_now: int = 0
-    """Of `token_ids`, so many from the front are accepted draft tokens."""
+    """Number of accepted draft tokens of this step; they are the first of `token_ids`."""
     last: EmittedKind | None = None
-    """Origin of the token after them; None where the answer ended before it."""
+    """Origin of the token after the accepted ones; None if the request ended before that token."""
     error_kind: ErrorKind | None = None
     """Set when finish_reason is `error`: the cause. None counts as `internal`."""
     error_field: str | None = None
-    """Set when error_kind is `invalid_request`: the field of SamplingParams that was refused, where it is known."""
+    """Set when error_kind is `invalid_request`: the refused field of SamplingParams, where it is known."""

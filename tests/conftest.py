@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 settings.register_profile("untimed", deadline=None)  # A busy machine may take long over an example.
-settings.load_profile("untimed")
+# A mutant needs one failure, not the smallest one, and must not replay the failures of another mutant.
+settings.register_profile("mutants", deadline=None, database=None, phases=(Phase.explicit, Phase.generate))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "untimed"))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The output law with drafting is the output law without it: chi-square on a toy vocabulary.
+"""Drafting does not change the distribution of the output: chi-square on a toy vocabulary.
 
 Odds: each test compares a statistic with its 1 - 1e-6 quantile, so a right implementation fails about once in a million
 runs per test; the draws of unseeded requests are fresh in each run.
@@ -57,7 +57,7 @@ def sample(
 
 
 def target_and_drafter(method: str) -> tuple[ToyModel, Drafter]:
-    """The same law for every method."""
+    """A target with the same distribution for every method, and the method's drafter."""
     if method.endswith("+lookup"):
         target, model = target_and_drafter(method.removesuffix("+lookup"))
         return target, FirstOf(NgramDrafter(min_size=2, max_size=3), model, source="lookup")
@@ -91,8 +91,8 @@ def test_emitted_tokens_follow_the_target(method: str, temperature: float, top_p
     )
 
 
-def test_the_chi_square_sees_a_wrong_law() -> None:
-    """The test above can fail: the draft's own tokens are not the target's law."""
+def test_the_chi_square_sees_a_wrong_distribution() -> None:
+    """The test above can fail: the draft's tokens do not follow the target's distribution."""
     sampling = SamplingParams(temperature=1.0)
     target, draft = ToyModel(vocab_size=VOCAB), ToyModel(vocab_size=VOCAB, seed=9, blend=0.5)
     counts = sample(draft, NoDrafter(), sampling, seeded=False, runs=1000)
@@ -151,7 +151,7 @@ def test_gumbel_noise_is_standard_and_independent_of_the_shape_it_is_asked_for()
 
 
 class DropsDrafts:
-    """Cuts each draft short by a rule that looks at the draft's own law.
+    """Shortens each draft by a rule over the draft's distribution.
 
     Args:
         inner: drafts.
@@ -183,8 +183,8 @@ class DropsDrafts:
 
 
 @pytest.mark.parametrize("looks_at_token", [True, False], ids=["biased", "exact"])
-def test_a_draft_may_be_cut_by_its_law_but_not_by_the_token_drawn(looks_at_token: bool) -> None:
-    """Dropping a drawn token because it was unlikely leaves the likely ones with more than their share."""
+def test_a_draft_may_be_cut_by_its_distribution_but_not_by_the_token_drawn(looks_at_token: bool) -> None:
+    """Dropping a drawn token because it was unlikely makes the likely tokens too frequent."""
     target = ToyModel(vocab_size=VOCAB)
     drafter = DropsDrafts(drafter_of("draft_model"), looks_at_token=looks_at_token)
     counts = sample(target, drafter, SamplingParams(), seeded=False, runs=2500)
@@ -192,8 +192,8 @@ def test_a_draft_may_be_cut_by_its_law_but_not_by_the_token_drawn(looks_at_token
     assert (p_value(counts, sampling) > ODDS) is not looks_at_token
 
 
-class FloorPacer(RandomPacer):
-    """A random K and a random floor of confidence for every request in every step."""
+class ThresholdPacer(RandomPacer):
+    """A random K and a random early-exit threshold for every request in every step."""
 
     def __init__(self, seed: int, max_k: int) -> None:
         super().__init__(seed, max_k)
@@ -210,8 +210,8 @@ class FloorPacer(RandomPacer):
 
 
 @pytest.mark.parametrize("seeded", [False, True], ids=["rejection", "coupled"])
-def test_a_draft_that_stops_where_its_confidence_says_so_leaves_the_law_alone(seeded: bool) -> None:
-    target, pacer = ToyModel(vocab_size=VOCAB), FloorPacer(3, max_k=4)
+def test_early_exit_does_not_change_the_distribution(seeded: bool) -> None:
+    target, pacer = ToyModel(vocab_size=VOCAB), ThresholdPacer(3, max_k=4)
     engine = ToyEngine(target, drafter_of("draft_model"), pacer, max_num_requests=16, max_step_tokens=128)
     sampling = SamplingParams(max_tokens=NUM_TOKENS)
     submits = [

@@ -1,7 +1,7 @@
 """Scheduler, block pool and committer under random arrivals, cancels, K schedules, preemptions and changes of engine.
 
-Promise, checked after every step: blocks are held exactly by those who hold them, waiting requests hold none, every
-cached token has a block, and what has been emitted is a prefix of what one-token-at-a-time generation gives.
+Promise, checked after every step: the pool's references are the requests' blocks, waiting requests hold no block, every
+cached token has a block, and the emitted tokens are a prefix of what one-token-at-a-time generation gives.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SPECULATIVE = st.builds(SpeculativeOptions, enabled=st.booleans(), max_k=st.samp
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """One engine, or several in succession, and everything that has been asked of them."""
+    """One engine, or several in succession, and every request that was submitted to them."""
 
     @initialize(
         block_size=st.sampled_from([1, 2, 4]),
@@ -162,11 +162,11 @@ class EngineMachine(RuleBasedStateMachine):
         requests = self.holders()
         assert len(requests) == len({request.key for request in requests})
         held = Counter(block for request in requests for block in request.block_ids)
-        assert set(held) == set(pool._references), "blocks are held by requests and by nobody else"
+        assert set(held) == set(pool._references), "only requests hold blocks"
         assert held == pool._references
         for index, request in enumerate(requests):
             if index >= scheduler.num_running:
-                assert request.block_ids == [], "who waits holds nothing"
+                assert request.block_ids == [], "a waiting request holds no block"
                 assert request.num_computed == 0
             assert request.num_computed <= len(request.block_ids) * self.block_size
             assert request.num_computed < len(request.tokens)

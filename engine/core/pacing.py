@@ -1,7 +1,8 @@
-"""What the controller tells an engine, and what an engine asks of its pacer.
+"""The pace: how many tokens to draft for each request in each step, and the interface to what chooses it.
 
-The plan is data that changes a few times a second; the pacer is code that runs in every step. Policies live in
-`autoscale`; this file fixes only the shapes, so that the engine can be tested with a pacer of three lines.
+The controller sends a `SpeculationPlan`: data that changes a few times a second. In every step the engine asks its
+`Pacer` for one `KChoice` per decoding request. Policies live in `autoscale`. This file owns the interface only, so that
+an engine can be tested with a pacer of three lines.
 """
 
 from __future__ import annotations
@@ -20,22 +21,26 @@ from engine.messages import WorkloadClass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prior:
-    """What all engines of an app have seen of one kind of drafts: where a new request's estimate starts."""
+    """Acceptance that all engines of an app observed for one method and workload; new requests start from it."""
 
     method: Method
+    """Drafting method that was observed."""
     workload: WorkloadClass
+    """Workload class that was observed."""
     rates: tuple[float, ...]
-    """By position: probability of acceptance, given that the position is reached."""
+    """Probability of acceptance at each draft position, given that the position is reached."""
     weights: tuple[float, ...]
-    """By position: observations that the rate stands for."""
+    """Number of observations behind each rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationPlan:
-    """The pace in force. A dead controller leaves the last one."""
+    """What the controller asks of an engine's pacer. Without a controller, the last plan stays in force."""
 
     version: int = 0
+    """Number of the plan; grows with every change other than of `priors`."""
     policy: PolicyName = "goodput"
+    """How K is chosen."""
     max_k: int = 5
     """Upper bound of K for every request."""
     max_batch: int = 16
@@ -43,51 +48,56 @@ class SpeculationPlan:
     enabled: bool = True
     """False: no drafting under any policy."""
     priors: tuple[Prior, ...] = field(default=(), compare=False)
-    """Knowledge, not command: it changes all the time and makes no other plan, nor another version."""
+    """Acceptance observed so far. It changes all the time; plans that differ only in it are equal."""
 
 
 class PlanSlot:
-    """Holds the plan in force; whoever hears from the controller sets it, the loop reads it."""
+    """Holds the plan in force. The controller's messages replace it; the loop reads it."""
 
     def __init__(self, plan: SpeculationPlan) -> None:
         self.current = plan
+        """The plan in force."""
 
 
 _MATCH_BOUNDS = (3, 5, 8)
 NUM_MATCH_CLASSES = len(_MATCH_BOUNDS) + 1
+"""Number of classes of match lengths."""
 MAX_MATCH_LEN = _MATCH_BOUNDS[-1]
-"""Prompt lookup need not look further back than this."""
+"""Match length, in tokens, from which on longer matches make no difference."""
 
 
 def match_class(match_len: int) -> int:
-    """Class of a prompt lookup by the number of tokens that recurred: 0 is short, NUM_MATCH_CLASSES - 1 is long."""
+    """Class of a prompt lookup by the length of its match in tokens: 0 is short, NUM_MATCH_CLASSES - 1 is long."""
     return bisect_right(_MATCH_BOUNDS, match_len)
 
 
 @dataclass(frozen=True, slots=True)
 class KChoice:
-    """K for one request in one step, and why."""
+    """K of one request in one step, and the reason."""
 
     k: int
+    """Draft tokens to ask the method for."""
     reason: KReason
+    """Why `k` has its value."""
     k_by_match: tuple[int, ...] | None = None
-    """[NUM_MATCH_CLASSES] K where the draft costs nothing but its rows: found by prompt lookup before a model, by how
-    much recurred, or foreseen by a grammar (the largest). None: the same."""
+    """[NUM_MATCH_CLASSES] K of drafts that cost no draft pass: of prompt lookup ahead of a model, by class of the match
+    length; a grammar may draft the largest of them. None: `k` in all cases."""
     exit_threshold: float = 0.0
-    """The draft goes on only while the product of its confidences so far is at least this. It knows that before it
-    computes the next position, whatever token it then draws there, so the law of what is emitted stays the target's."""
+    """Early-exit threshold: the draft continues only while the product of its confidences is at least this; 0 turns it
+    off. The product never depends on the token drawn at the next position, so the distribution of the output stays the
+    target's."""
 
 
 class Pacer(Protocol):
-    """Chooses K per request and step; a pure function of plan, batch and what it has observed."""
+    """Chooses K per request and step, as a function of the plan, the batch and past observations."""
 
     def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[KChoice]:
         """One choice per request, in order; 0 <= k <= plan.max_k.
 
         Args:
-            plan: in force.
-            decodes: requests that will each yield at least one token.
-            num_prefill_rows: rows of prompts that the same step is going to compute, as far as known.
+            plan: the plan in force.
+            decodes: requests that each yield at least one token in this step.
+            num_prefill_rows: estimated number of prefill rows of the same step.
         """
         ...
 

@@ -1,6 +1,6 @@
-"""Lays spans of different lengths side by side as the integers of one forward.
+"""Packs spans of different lengths into the integers of one forward.
 
-Owns the mapping from tokens and blocks to rows and slots, for target and draft alike. Knows no tensor and no model.
+Owns the mapping from tokens and blocks to rows and KV slots, for target and draft. Knows no model.
 
     spans    [c c c c c c] [c d d d] [c]        c committed, d drafted
     rows      0 1 2 3 4 5   6 7 8 9  10
@@ -20,21 +20,27 @@ Forward = Callable[[ForwardInput], ForwardResult]
 
 
 class SpanRows(Struct, frozen=True, gc=False):
-    """One span of a forward, before it is packed with the others."""
+    """One span of a forward, before packing."""
 
     token_ids: Sequence[int]
-    """Tokens of its rows."""
+    """Token of each row, at least one."""
     start: int
-    """Cell of the first in the span's blocks; its position too, unless `positions` are given."""
+    """Index of the first row's KV slot within the span's blocks; also its position, unless `positions` is given."""
     block_ids: Sequence[int]
+    """KV blocks of the span, in order; they have room for every row."""
     num_logits: int
-    """The last so many rows need logits."""
+    """Number of rows at the end of the span whose logits are returned."""
     positions: Sequence[int] | None = None
-    """Of its rows, where cells and positions differ."""
+    """Position of each row; None if positions equal KV slot indices."""
 
 
 def pack_spans(spans: Sequence[SpanRows], block_size: int) -> ForwardInput:
-    """The integers of a forward over these spans."""
+    """Pack spans into one forward.
+
+    Args:
+        spans: at least one.
+        block_size: tokens per KV block.
+    """
     q_lens = np.array([len(span.token_ids) for span in spans], dtype=np.int32)
     starts = np.array([span.start for span in spans], dtype=np.int32)
     tables = np.zeros((len(spans), max(len(span.block_ids) for span in spans)), dtype=np.int32)
@@ -46,9 +52,9 @@ def pack_spans(spans: Sequence[SpanRows], block_size: int) -> ForwardInput:
         logit_rows += range(len(token_ids) - span.num_logits, len(token_ids))
     owner = np.repeat(np.arange(len(spans)), q_lens)  # [N] span of each row
     first_row = np.cumsum(q_lens) - q_lens
-    cells = np.arange(len(token_ids)) - first_row[owner] + starts[owner]
-    slots = tables[owner, cells // block_size] * block_size + cells % block_size
-    positions = cells
+    indices = np.arange(len(token_ids)) - first_row[owner] + starts[owner]  # [N] KV slot index within the span's blocks
+    slots = tables[owner, indices // block_size] * block_size + indices % block_size
+    positions = indices
     if any(span.positions is not None for span in spans):
         positions = np.concatenate([_positions(span) for span in spans])
     return ForwardInput(
@@ -67,9 +73,9 @@ def _positions(span: SpanRows) -> Sequence[int]:
 
 
 def pack_step(batch: Batch, draft: Draft, block_size: int) -> ForwardInput:
-    """The target's forward of one step: per span its committed rows, then its drafts.
+    """Pack the target's forward of one step: for each span its committed tokens, then its draft tokens.
 
-    Logits are wanted of rows that score the prompt, then of those that yield tokens; together they end the span.
+    The rows with logits end the span: first those that score prompt tokens, then those that yield tokens.
     """
     spans = []
     for span, row in zip(batch.spans, draft.rows, strict=True):
@@ -80,9 +86,9 @@ def pack_step(batch: Batch, draft: Draft, block_size: int) -> ForwardInput:
 
 
 def prompt_rows(span: Span) -> range:
-    """Positions whose logits score the prompt's next token and have not been asked for before.
+    """Positions of the span whose logits score the next prompt token and were not scored before.
 
-    They are the span's last rows, or stand right before the one that yields a token.
+    They are the last committed rows of the span, or the rows right before the one that yields a token.
     """
     request = span.request
     if request.submit.sampling.num_prompt_logprobs is None:

@@ -1,6 +1,7 @@
 """The engine's mutable record of one request: its tokens, its KV blocks and its counters.
 
-Only the scheduler moves a record between queues. Only the committer changes its tokens. Knows token ids, never text.
+Only the scheduler moves a record between queues. Only the committer changes its tokens, only the block pool its blocks.
+Knows token ids, never text.
 
     tokens          p p p p p p p | g g g g
                     0 ............ num_prompt ..... len(tokens)
@@ -25,51 +26,57 @@ class Request:
     """The engine's record of one request."""
 
     submit: Submit
+    """The request as the client submitted it."""
     key: int
-    """Number of this request within the engine, never reused; names it to the draft."""
+    """Number of the request within the engine; never reused. The draft knows the request by it."""
     stream_key: int
-    """64-bit key of its random stream: from the seed, or drawn at arrival."""
+    """64-bit key of the request's random stream: its seed, or a random number drawn at arrival."""
     tokens: list[int]
     """Prompt, then generated tokens. Written by the committer only."""
     num_computed: int = 0
-    """Tokens whose KV the target holds. Written by the committer (and by the scheduler when it admits or preempts)."""
+    """Tokens whose K and V the target holds. Written by the committer, and by the scheduler on admission and
+    preemption."""
     block_ids: list[int] = field(default_factory=list)
-    """KV blocks it holds, in order. Written by the block pool only."""
+    """KV blocks of the request, in order. Written by the block pool only."""
     num_cached: int = 0
+    """Prompt tokens found in the prefix cache."""
     num_drafted: int = 0
+    """Draft tokens verified so far."""
     num_accepted: int = 0
+    """Draft tokens accepted so far."""
     num_draft_steps: int = 0
-    """Verdicts over at least one draft token."""
+    """Steps that verified at least one draft token of the request."""
     num_steps: int = 0
-    """Verdicts so far; makes draft draws of different steps independent."""
+    """Steps that yielded a token. Makes the draft's random draws of different steps independent."""
     finish_reason: FinishReason | None = None
+    """Why the request ended; None while it runs or waits."""
     arrival_s: float = 0.0
-    """Monotonic time."""
+    """Time of arrival in the engine, in seconds of the monotonic clock."""
     queue_s: float = 0.0
-    """Seconds from arrival to the first step. Written by the scheduler only, once."""
+    """Seconds from arrival to the first step. Written once, by the scheduler."""
     logits_processor: LogitsProcessor | None = None
-    """Penalties and grammar; None where all are neutral. Follows `tokens`, never leads them."""
+    """Penalties and grammar of the request; None if it has neither. Its state is that of a prefix of `tokens`."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of prompt tokens 1.. as far as they have been computed, where asked for. Written by the committer only."""
+    """Entries of the prompt tokens scored so far, from the second token on. Written by the committer only."""
 
     @property
     def num_prompt(self) -> int:
-        """Tokens of the prompt."""
+        """Number of prompt tokens."""
         return len(self.submit.prompt)
 
     @property
     def num_generated(self) -> int:
-        """Tokens after the prompt."""
+        """Number of tokens after the prompt."""
         return len(self.tokens) - len(self.submit.prompt)
 
     @property
     def extend_len(self) -> int:
-        """Tokens whose K and V are still to be computed: 1 in decode, more in prefill."""
+        """Tokens whose K and V the target does not hold yet: 1 for a decode, more for a prefill."""
         return len(self.tokens) - self.num_computed
 
     @property
     def row_sampling(self) -> RowSampling:
-        """How the logits of its next step become distributions. Seeded requests are coupled."""
+        """How logits become distributions in the request's next step. Requests with a seed use coupled sampling."""
         sampling = self.submit.sampling
         coupled = sampling.seed is not None
         return RowSampling(

@@ -1,9 +1,9 @@
-"""Chooses what the next step computes: admits, chunks prefills, gives every decode its K, preempts.
+"""Chooses what the next step computes: admits requests, cuts prefills into chunks, sets each decode's K, preempts.
 
-Owns the waiting queue and the running list. Knows block counts and lengths, no tensors, no draft. The pacer that
-chooses K is injected; the scheduler only takes away what does not fit (budget, memory, length, the client's cap).
+Owns the waiting queue and the running list. Knows block counts and lengths, no tensors and no draft. The injected pacer
+chooses K; the scheduler only lowers it to what the step's rows, memory, lengths and the client's limit allow.
 
-Decodes come first, so a long prompt only ever gets the rows that are left and never starves a running request.
+Decodes take their rows first. A prefill gets the rows that remain, so a long prompt never delays a running request.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ class Scheduler:
 
     Args:
         pool: the target's KV blocks.
-        pacer: chooses K; `plan` returns the plan in force.
-        max_num_requests: requests that run at once.
-        max_step_tokens: rows of one step.
-        max_model_len: longest prompt + output.
+        pacer: chooses K.
+        plan: returns the plan in force.
+        max_num_requests: upper bound of the requests that run at once.
+        max_step_tokens: upper bound of the rows of one step.
+        max_model_len: longest prompt plus output, in tokens.
 
     Raises:
-        ConfigError: when the limits contradict each other.
+        ConfigError: the limits contradict each other.
     """
 
     def __init__(
@@ -60,28 +61,29 @@ class Scheduler:
         self._running: list[Request] = []
         self._step_id = 0
         self.num_preempted = 0
+        """Preemptions so far."""
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
+        """Number of requests in the waiting queue."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Requests in the running batch."""
+        """Number of running requests."""
         return len(self._running)
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is not finished."""
+        """Whether any request runs or waits."""
         return bool(self._running or len(self._waiting))
 
     def add(self, request: Request) -> None:
-        """Queue a request that is new here."""
+        """Queue a new request."""
         self._waiting.add(request)
 
     def remove(self, request: Request) -> None:
-        """Take out a request that finished or was aborted, and free its blocks."""
+        """Remove a request that finished or was aborted, and free its blocks."""
         if request in self._running:
             self._running.remove(request)
         else:
@@ -89,12 +91,12 @@ class Scheduler:
         self._pool.release(request)
 
     def requests(self) -> Iterable[Request]:
-        """Everything not finished, running first."""
+        """All requests that run or wait, running ones first."""
         yield from self._running
         yield from self._waiting
 
     def schedule(self) -> Batch:
-        """The next step's batch; empty when there is nothing to do."""
+        """The batch of the next step; without spans when there is nothing to compute."""
         self._step_id += 1
         budget = self._max_step_tokens
         spans: list[Span] = []
@@ -104,16 +106,16 @@ class Scheduler:
         for request, choice in zip(decodes, choices, strict=True):
             if request not in self._running:  # preempted for an earlier one
                 continue
-            most = max(choice.k, *(choice.k_by_match or (0,)))
-            most, reason = self._cap(request, most, choice.reason, rows_left)
-            most, reason = self._reserve_decode(request, most, reason)
+            max_k = max(choice.k, *(choice.k_by_match or (0,)))
+            max_k, reason = self._cap(request, max_k, choice.reason, rows_left)
+            max_k, reason = self._reserve_decode(request, max_k, reason)
             if request in self._running:
-                k, reason = (choice.k, choice.reason) if choice.k <= most else (most, reason)
+                k, reason = (choice.k, choice.reason) if choice.k <= max_k else (max_k, reason)
                 k_by_match = choice.k_by_match
-                if k_by_match is not None and max(k_by_match) > most:
-                    k_by_match = tuple(min(free_k, most) for free_k in k_by_match)
+                if k_by_match is not None and max(k_by_match) > max_k:
+                    k_by_match = tuple(min(lookup_k, max_k) for lookup_k in k_by_match)
                 spans.append(Span(request, request.num_computed, 1, k, True, reason, k_by_match, choice.exit_threshold))
-                rows_left -= most
+                rows_left -= max_k
         budget = max(0, rows_left)
         for request in [r for r in self._running if r.extend_len > 1]:
             budget -= self._extend(request, budget, spans)
@@ -125,12 +127,12 @@ class Scheduler:
             self._running.append(following)
             following.queue_s = following.queue_s or time.monotonic() - following.arrival_s
             budget -= self._extend(following, budget, spans)
-        # A request that was given a span can be preempted by a later one in the same step; it computes nothing then.
+        # A later request of the same step may have preempted one that already has a span; that span computes nothing.
         held = tuple(span for span in spans if span.request.block_ids)
         return Batch(self._step_id, held, len(self._waiting))
 
     def _num_prefill_rows(self, budget: int) -> int:
-        """Rows that prompts will take, before prefix-cache hits are known."""
+        """Rows that prefills will take, at most `budget`; prefix-cache hits are not known yet."""
         rows = sum(request.extend_len for request in self._running if request.extend_len > 1)
         following = self._waiting.peek()
         if following is not None and len(self._running) < self._max_num_requests:
@@ -138,24 +140,24 @@ class Scheduler:
         return min(budget, rows)
 
     def _cap(self, request: Request, k: int, reason: KReason, rows_left: int) -> tuple[int, KReason]:
-        """The pacer's K, less what the client, the lengths and the step's rows do not allow."""
+        """Lower the pacer's K to what the client, the lengths and the step's rows allow, with the reason."""
         options = request.submit.speculative
-        client = 0 if not options.enabled else options.max_k
-        if client is not None and client < k:
-            k, reason = client, "per_request"
-        # The verifier always adds one token, so k drafts can emit k + 1.
-        by_length = min(
+        client_k = 0 if not options.enabled else options.max_k
+        if client_k is not None and client_k < k:
+            k, reason = client_k, "per_request"
+        # The verifier always adds one token, so k draft tokens can emit k + 1.
+        length_k = min(
             request.submit.sampling.max_tokens - request.num_generated - 1,
             self._max_model_len - len(request.tokens) - 1,
         )
-        if by_length < k:
-            k, reason = max(0, by_length), "length"
+        if length_k < k:
+            k, reason = max(0, length_k), "length"
         if rows_left < k:
             k, reason = max(0, rows_left), "batch"
         return k, reason
 
     def _reserve_decode(self, request: Request, k: int, reason: KReason) -> tuple[int, KReason]:
-        """Blocks for one decode and its drafts. Drafts give way before anyone is preempted."""
+        """Reserve blocks for one decode and its drafts. Drafting is given up before a request is preempted."""
         if self._pool.reserve(request, len(request.tokens) + k):
             return k, reason
         while not self._pool.reserve(request, len(request.tokens)):
@@ -166,7 +168,7 @@ class Scheduler:
         return 0, "memory"
 
     def _extend(self, request: Request, budget: int, spans: list[Span]) -> int:
-        """Add a prefill chunk of at most `budget` rows; returns the rows used."""
+        """Append a prefill chunk of at most `budget` rows to `spans`; returns its number of rows."""
         num_tokens = min(request.extend_len, budget)
         if num_tokens > 0 and not self._pool.reserve(request, request.num_computed + num_tokens):
             room = (self._pool.num_free + len(request.block_ids)) * self._pool.block_size - request.num_computed
@@ -181,8 +183,8 @@ class Scheduler:
         return num_tokens
 
     def _admit(self, request: Request) -> bool:
-        """Attach the cached prefix; False when the pool has no room for the rest of the prompt yet."""
-        # A prompt that is to be scored must be computed: cached blocks hold no logits.
+        """Attach the cached prefix; False if the pool has no room yet for the rest of the prompt."""
+        # A prompt that is scored must be computed: cached blocks hold no logits.
         scored = request.submit.sampling.num_prompt_logprobs is not None
         request.num_computed = 0 if scored else self._pool.attach_prefix(request)
         if not self._running or self._pool.blocks_for(len(request.tokens) + 1) <= self._pool.num_free + len(
@@ -195,7 +197,7 @@ class Scheduler:
         return False
 
     def _preempt(self, request: Request) -> None:
-        """Take all blocks from a running request; it will be computed again from its tokens."""
+        """Free all blocks of a running request and queue it again; its tokens will be computed again."""
         self._pool.release(request)
         request.num_computed = 0
         self._running.remove(request)

@@ -1,4 +1,7 @@
-"""What one step did, counted once, for the pacer, the controller and the metrics."""
+"""Statistics of one step, counted once for the pacer, the controller and the metrics.
+
+Owns the counting. Knows neither policies nor metric names.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,12 @@ def step_stats(
     schedule_s: float,
     step_s: float,
 ) -> StepStats:
-    """Count what a step did. Positions after a rejection were never reached and count as neither.
+    """Count one step.
 
     Args:
-        aborted: keys of requests that were aborted since the step before.
+        aborted: keys of requests that were aborted since the previous step.
+        schedule_s: seconds of scheduling.
+        step_s: seconds of the whole step.
     """
     accepted, reached = _by_position(draft, verdict)
     num_decodes = num_prompt = context_len = num_drafted = num_accepted = 0
@@ -76,7 +81,10 @@ def step_stats(
 
 
 def _by_position(draft: Draft, verdict: Verdict) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Draft tokens accepted, and reached, at each position up to the longest draft."""
+    """Draft tokens accepted and reached at each position, up to the longest draft.
+
+    A position after a rejection is not reached and counts in neither.
+    """
     width = max((len(row.token_ids) for row in draft.rows), default=0)
     accepted, reached = [0] * width, [0] * width
     for drafted, row in zip(draft.rows, verdict.rows, strict=True):
@@ -102,55 +110,74 @@ def _outcome(span: Span, drafted: DraftRow, row: RowVerdict) -> RowOutcome:
 
 
 class RowOutcome(Struct, frozen=True, gc=False):
-    """What became of one request's draft."""
+    """The verified draft of one request in one step."""
 
     key: int
+    """The request's key."""
     num_drafted: int
+    """Draft tokens verified, at least one."""
     num_accepted: int
+    """Draft tokens accepted."""
     num_tokens: int
-    """Committed tokens of the request after the step."""
+    """Tokens of the request after the step, including the prompt."""
     workload: WorkloadClass = "greedy"
+    """The request's workload class."""
     num_asked: int = 0
-    """Draft tokens that were asked for where the draft could stop before, as `exit_threshold` says; else 0."""
+    """Draft tokens asked for, if an early-exit threshold could shorten the draft; else 0."""
     confidences: tuple[float, ...] = ()
-    """Of the drafted tokens, as in DraftRow."""
+    """The draft's largest probability at each drafted position; empty for methods without probabilities."""
     source: DraftSource = "method"
+    """What drafted the tokens."""
     match_len: int = 0
-    """As in DraftRow."""
+    """Length in tokens of the match that prompt lookup found, counted up to MAX_MATCH_LEN."""
 
 
 class StepStats(Struct, frozen=True, kw_only=True, gc=False):
-    """What one step did and cost. Filled by the engine, read by the controller and the metrics."""
+    """Counts and durations of one step. Filled by the engine, read by the pacer, the controller and the metrics."""
 
     step_id: int
+    """Number of the step, from 1."""
     num_decodes: int
+    """Spans of one committed token."""
     num_prefill_tokens: int
+    """Committed tokens of all other spans."""
     num_waiting: int
+    """Requests in the waiting queue."""
     num_rows: int
+    """Rows of the target's forward: committed and draft tokens."""
     context_len: int
-    """Sum over spans of cached tokens."""
+    """Sum over spans of the tokens that were in the KV cache before the step."""
     num_drafted: int
+    """Draft tokens verified."""
     num_accepted: int
+    """Draft tokens accepted."""
     num_emitted: int
+    """Tokens emitted to requests."""
     accepted_by_position: tuple[int, ...]
+    """[depth] Drafts whose token at this position was accepted."""
     drafted_by_position: tuple[int, ...]
-    """Positions that were reached: those after a rejection are not counted."""
+    """[depth] Drafts whose token at this position was reached: no earlier token of the draft was rejected."""
     depth: int
-    """Longest draft of the step."""
+    """Length of the longest draft."""
     k_by_reason: dict[str, int]
-    """Spans that sample, by the reason of their K."""
+    """Number of spans that sample, by the reason of their K."""
     outcomes: tuple[RowOutcome, ...]
-    """Of every request that was drafted for."""
+    """One per request with a draft."""
     num_caught_up: int
-    """Committed tokens the draft had to read."""
+    """Committed tokens that the draft read before it drafted."""
     ended: tuple[int, ...]
-    """Keys of requests that finished in this step, or were aborted since the one before."""
+    """Keys of requests that finished in this step or were aborted since the previous one."""
     accepted_per_finished: tuple[float, ...]
-    """Of each request that finished in this step and was drafted for: accepted tokens per step that drafted."""
+    """Mean number of accepted tokens per draft, of each request that finished in this step and had a draft."""
     schedule_s: float
+    """Seconds of scheduling."""
     draft_s: float
-    """Computing in the draft; 0 when it was not asked."""
+    """Seconds of computation in the draft; 0 if no draft was asked for."""
     handoff_s: float
+    """Seconds of transfer between target and draft."""
     verify_s: float
+    """Seconds of the target's forward."""
     sample_s: float
+    """Seconds of logits processing, sampling and acceptance."""
     step_s: float
+    """Seconds of the whole step."""

@@ -1,10 +1,10 @@
-"""The values that the phases of one step hand to each other: frozen, named, each filled by one phase.
+"""The values that the phases of one step exchange. Each is frozen and filled by one phase.
 
-msgspec structs, because a step makes hundreds of them: one takes a tenth of the time of a frozen dataclass, and the
-garbage collector need not look at it (none is ever part of a cycle).
+    scheduler -> Batch -> drafter -> Draft -> verifier -> Verdict -> committer -> Delta
+                           Batch + Draft -> ForwardInput -> model runner, on every shard
 
-scheduler -> Batch -> drafter -> Draft -> verifier -> Verdict -> committer -> Delta... -> streams
-                        Batch + Draft -> ForwardPlan -> model runner, on every shard
+They are msgspec structs because a step creates hundreds of them. A struct takes a tenth of the time of a frozen
+dataclass. None is part of a reference cycle, so the garbage collector does not track them.
 """
 
 from __future__ import annotations
@@ -23,45 +23,48 @@ if TYPE_CHECKING:  # only a type here, so that `autoscale` and the simulator do 
     import torch
 
 KReason = Literal[
-    "plan",  # the policy's own choice
-    "off",  # the policy says no drafting
+    "plan",  # the policy's choice
+    "off",  # the policy chose no drafting
     "batch",  # too many decoding requests
-    "acceptance",  # the draft is not being believed
-    "per_request",  # the client capped or disabled it
-    "length",  # max_tokens or the context leaves no room
-    "memory",  # no KV blocks, of target or draft, for more
+    "acceptance",  # the target accepts too few draft tokens
+    "per_request",  # the client's limit
+    "length",  # max_tokens or the model length allows no more tokens
+    "memory",  # too few free KV blocks in target or draft
     "catch_up",  # the draft is still reading committed tokens
-    "draft_down",  # no living draft
-    "probe",  # off, but looking whether that is still right
-    "no_match",  # prompt lookup found nothing
-    "options",  # the draft cannot honour the request's options, or not yet
+    "draft_down",  # no running draft
+    "probe",  # drafting is off; this step measures whether it should be on
+    "no_match",  # prompt lookup found no match
+    "options",  # the draft does not support the request's options, or not yet
 ]
-"""Why a request's K in a step is what it is."""
+"""Why a request has its K in a step."""
 
 DraftSource = Literal["method", "lookup", "grammar"]
-"""Who drafted: the configured method, prompt lookup before it, or a grammar that leaves no choice."""
+"""What drafted: the configured method, prompt lookup ahead of it, or a grammar that allows one token only."""
 
 
 class Span(Struct, frozen=True, gc=False):
-    """One request's share of a step: rows [start, start + num_tokens) of its tokens, then up to k draft tokens."""
+    """One request's part of a step: tokens [start, start + num_tokens) of the request, then up to k draft tokens."""
 
     request: Request
+    """The request. Only the committer changes it."""
     start: int
     """Position of the first row; equals request.num_computed."""
     num_tokens: int
     """Committed tokens to compute: 1 for a decode, a chunk for a prefill."""
     k: int
-    """Draft tokens to ask for; 0 unless `samples`. Blocks for them are reserved."""
+    """Draft tokens to ask the method for; 0 unless `samples`. KV blocks for them are reserved."""
     samples: bool
-    """Whether it reaches the end of the committed tokens, so that its last row yields a token."""
+    """Whether the span ends at the last committed token, so that its last row yields a new token."""
     reason: KReason
+    """Why `k` has its value."""
     k_by_match: tuple[int, ...] | None = None
+    """[NUM_MATCH_CLASSES] K of a draft by prompt lookup, by class of its match length; None: `k` for every class."""
     exit_threshold: float = 0.0
-    """Both as in Choice."""
+    """The draft stops before a position where the product of its confidences is below this; 0: it never stops early."""
 
     @property
     def max_lookup_k(self) -> int:
-        """Tokens that a draft may have which costs nothing but its rows."""
+        """Upper bound of K for drafts that cost no draft pass: of prompt lookup and of a grammar."""
         return self.k if self.k_by_match is None else max(self.k_by_match)
 
 
@@ -69,51 +72,59 @@ class Batch(Struct, frozen=True, gc=False):
     """What one step computes. Filled by the scheduler."""
 
     step_id: int
+    """Number of the step, from 1."""
     spans: tuple[Span, ...]
+    """One per request that the step computes; decodes first."""
     num_waiting: int
+    """Requests in the waiting queue after scheduling."""
 
 
 class DraftRow(Struct, frozen=True, gc=False):
     """The draft for one span."""
 
     token_ids: tuple[int, ...] = ()
-    """At most span.k target token ids, or span.most_free from another source than the method."""
+    """Target token ids: at most span.k of them from the method, at most span.max_lookup_k from another source."""
     probs: torch.Tensor | None = None
-    """[len(token_ids), draft_vocab] float32, the law each token was drawn from; None if each was certain (one-hot)."""
+    """[len(token_ids), draft_vocab] float32, the distribution each token was drawn from; None: all are one-hot."""
     confidences: tuple[float, ...] = ()
-    """The draft's probability of its most likely token, per position; empty where a method has none."""
+    """The draft's largest probability at each position; empty for methods without probabilities."""
     reason: KReason = "plan"
+    """Why the draft has its length."""
     source: DraftSource = "method"
+    """What drafted the tokens."""
     match_len: int = 0
-    """Tokens that had occurred before, where prompt lookup found them; counted up to MAX_MATCH_LEN."""
+    """Length in tokens of the match that prompt lookup found, counted up to MAX_MATCH_LEN; 0 for other sources."""
 
 
 class Draft(Struct, frozen=True, gc=False):
-    """Filled by the drafter; rows stand in the order of batch.spans."""
+    """The drafts of one step. Filled by the drafter."""
 
     rows: tuple[DraftRow, ...]
+    """One per span, in the order of batch.spans."""
     vocab: torch.Tensor | None = None
     """[draft_vocab] int64: target id of each column of `probs`. None: column i is token i."""
     draft_s: float = 0.0
-    """Seconds the draft computed."""
+    """Seconds of computation in the draft."""
     handoff_s: float = 0.0
-    """Seconds between the two processes, both ways."""
+    """Seconds of transfer between target and draft, both ways."""
     num_caught_up: int = 0
-    """Committed tokens the draft had to read before it could run ahead."""
+    """Committed tokens that the draft read before it drafted."""
 
 
 class RowVerdict(Struct, frozen=True, gc=False):
-    """What the target says to one span. Filled by the verifier."""
+    """The target's result for one span. Filled by the verifier."""
 
     token_ids: tuple[int, ...] = ()
-    """Accepted draft tokens, then exactly one more; empty for a prefill chunk that does not sample."""
+    """Accepted draft tokens, then one more token; empty for a prefill chunk that does not sample."""
     num_accepted: int = 0
+    """Number of accepted draft tokens."""
     last: EmittedKind | None = None
-    """Origin of the final token: `recovered` after a rejection, `bonus` when all were accepted, `plain` at k = 0."""
+    """Origin of the final token: `recovered` after a rejection, `bonus` after a fully accepted draft, `plain` without a
+    draft; None if the span does not sample."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One per token, where they were asked for."""
+    """One entry per token if the request asked for them, else empty."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of the next prompt tokens in order, where they were asked for."""
+    """Entries of the prompt tokens that this step scored, in order; empty if the request did not ask for them."""
 
 
 class Features(Struct, frozen=True, gc=False):
@@ -126,36 +137,39 @@ class Features(Struct, frozen=True, gc=False):
 
 
 class Verdict(Struct, frozen=True, gc=False):
-    """Rows stand in the order of batch.spans."""
+    """The target's results of one step. Filled by the verifier."""
 
     rows: tuple[RowVerdict, ...]
+    """One per span, in the order of batch.spans."""
     verify_s: float = 0.0
     """Seconds of the target's forward."""
     sample_s: float = 0.0
+    """Seconds of logits processing, sampling and acceptance."""
     features: Features | None = None
-    """The target's features of this step; None where no layer is tapped."""
+    """The target's hidden states of this step; None if no draft reads them."""
 
 
 class ForwardInput(Struct, frozen=True, gc=False):
-    """One forward of a model over S spans with N rows in all, as integers: what every shard needs and no more.
+    """The integers of one forward over S spans with N rows in all.
 
-    The same for prefill, decode and verify: the rows of span s are the last q_lens[s] of its kv_lens[s] tokens.
+    Prefill, decode and verification have the same form: the rows of span s are the last q_lens[s] of its kv_lens[s]
+    tokens.
     """
 
     token_ids: npt.NDArray[np.int32]
-    """[N] row tokens, spans one after the other."""
+    """[N] token of each row, span after span."""
     positions: npt.NDArray[np.int32]
     """[N] position of each row in its request."""
     slots: npt.NDArray[np.int32]
-    """[N] where each row's K and V go: block_id * block_size + offset."""
+    """[N] KV slot that each row writes: block_id * block_size + offset."""
     q_lens: npt.NDArray[np.int32]
     """[S] rows per span, all >= 1."""
     kv_lens: npt.NDArray[np.int32]
-    """[S] tokens per span in the cache after this forward, the rows included."""
+    """[S] tokens per span in the cache after this forward, including its rows."""
     block_tables: npt.NDArray[np.int32]
-    """[S, W] block ids in order, padded with 0."""
+    """[S, W] block ids of each span in order, padded with 0."""
     logit_rows: npt.NDArray[np.int32]
-    """[R] rows whose logits are wanted, ascending."""
+    """[R] rows whose logits are returned, ascending."""
 
 
 class ForwardResult(Struct, frozen=True, gc=False):

@@ -1,7 +1,7 @@
-"""Values of metrics as plain numbers, kept in the process where they arise and added up where they are exported.
+"""Values of metrics: counted in the process where they arise, added up where they are exported.
 
-Owns counting; names and kinds are in `engine.metrics.definitions`. Readings are plain data, so that they cross
-processes; they hold only what was counted, whoever exports them adds the zeros.
+Owns counting; names and kinds are in `engine.metrics.definitions`. Snapshots are plain data, so that they can cross
+processes. A snapshot holds only series that were counted; the exporter adds the series that are still 0.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from engine.metrics.definitions import METRICS, by_name
 from engine.metrics.types import Metric
 
 LabelValues = tuple[str, ...]
+"""Values of a series' labels, in the order of `Metric.labels`."""
 
 
 @dataclass(slots=True)
@@ -22,32 +23,38 @@ class HistogramValue:
     """One histogram series."""
 
     counts: list[int]
-    """Per bucket, not cumulative; the last one is +Inf."""
+    """Number of observations in each bucket, not cumulative; the last bucket is +Inf."""
     total: float = 0.0
-    """Sum of what was observed."""
+    """Sum of the observed values."""
 
     @property
     def num(self) -> int:
+        """Number of observations."""
         return sum(self.counts)
 
 
 @dataclass(slots=True)
 class MetricSnapshot:
-    """Values by metric name, then by label values in the order of `Metric.labels`."""
+    """Values by metric name, then by label values."""
 
     numbers: dict[str, dict[LabelValues, float]] = field(default_factory=dict)
+    """Values of counters and gauges."""
     histograms: dict[str, dict[LabelValues, HistogramValue]] = field(default_factory=dict)
+    """Values of histograms."""
 
     def number(self, name: str, *labels: str) -> float:
-        """A counter's or gauge's value; 0 where nothing was counted."""
+        """Value of a counter or gauge; 0 if it was never counted."""
         return self.numbers.get(name, {}).get(labels, 0.0)
 
 
 class MetricCounters:
-    """Counts; safe to use from several threads.
+    """Counts metrics. Thread-safe.
+
+    Every method that counts raises KeyError for an undeclared metric, and ValueError for a wrong kind or a wrong number
+    of labels.
 
     Args:
-        metrics: what may be counted here; anything else is a KeyError.
+        metrics: the declared metrics.
     """
 
     def __init__(self, metrics: Iterable[Metric] = METRICS) -> None:
@@ -56,7 +63,7 @@ class MetricCounters:
         self._lock = threading.Lock()
 
     def add(self, name: str, amount: float = 1.0, *labels: str) -> None:
-        """Raise a counter."""
+        """Increase a counter."""
         self._check(name, "counter", labels)
         with self._lock:
             series = self._snapshot.numbers.setdefault(name, {})
@@ -69,7 +76,7 @@ class MetricCounters:
             self._snapshot.numbers.setdefault(name, {})[labels] = value
 
     def observe(self, name: str, value: float, *labels: str, count: int = 1) -> None:
-        """Put a value into a histogram, `count` times."""
+        """Add a value to a histogram, `count` times."""
         buckets = self._check(name, "histogram", labels).buckets
         with self._lock:
             histogram = self._histogram(name, labels, len(buckets))
@@ -77,7 +84,7 @@ class MetricCounters:
             histogram.total += value * count
 
     def observe_all(self, name: str, values: Collection[float], *labels: str) -> None:
-        """Put several values into a histogram."""
+        """Add several values to a histogram."""
         buckets = self._check(name, "histogram", labels).buckets
         if not values:
             return
@@ -88,7 +95,7 @@ class MetricCounters:
             histogram.total += sum(values)
 
     def read(self) -> MetricSnapshot:
-        """A copy of everything counted so far."""
+        """A copy of the current values."""
         with self._lock:
             return MetricSnapshot(
                 {name: dict(series) for name, series in self._snapshot.numbers.items()},
@@ -99,7 +106,7 @@ class MetricCounters:
             )
 
     def _histogram(self, name: str, labels: LabelValues, num_buckets: int) -> HistogramValue:
-        """One series, made where there is none yet. With the lock held."""
+        """The value of one series, created on first use. The caller holds the lock."""
         series = self._snapshot.histograms.setdefault(name, {})
         histogram = series.get(labels)
         if histogram is None:
@@ -114,16 +121,16 @@ class MetricCounters:
 
 
 def merge(parts: Iterable[MetricSnapshot]) -> MetricSnapshot:
-    """Readings of several processes of one replica; a series that several of them have is added up."""
-    whole = MetricSnapshot()
+    """Add up the snapshots of several processes of one replica, series by series."""
+    merged = MetricSnapshot()
     for part in parts:
         for name, numbers in part.numbers.items():
-            into = whole.numbers.setdefault(name, {})
+            into = merged.numbers.setdefault(name, {})
             for labels, number in numbers.items():
                 into[labels] = into.get(labels, 0.0) + number
         for name, histograms in part.histograms.items():
-            _merge_histograms(whole.histograms.setdefault(name, {}), histograms)
-    return whole
+            _merge_histograms(merged.histograms.setdefault(name, {}), histograms)
+    return merged
 
 
 def _merge_histograms(

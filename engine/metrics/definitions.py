@@ -1,9 +1,9 @@
-"""Every metric, declared once as data: exporter, documentation, panels and alerts derive from this list.
+"""The list of all metrics. The exporter, the documentation, the panels and the alerts derive from it.
 
-Owns names, units, labels, buckets, and the query that makes sense of each. Knows no client library and no value.
-Ratios are formed in PromQL only, so figures of several replicas can be added first.
+Owns the list; each metric's name, unit, labels, buckets and query are declared in `serving` and `speculation`. Knows no
+client library and no value. Ratios are formed in PromQL only, so that values of several replicas are added first.
 
-Every series also carries COMMON_LABELS. The targets in the discovery files carry the same ones, so that `up` has them
+Every series also carries COMMON_LABELS. The targets in the discovery files carry the same labels, so that `up` has them
 too; scrape with `honor_labels: true`.
 """
 
@@ -19,5 +19,5 @@ METRICS: tuple[Metric, ...] = STEPS + DRAFTS + PACE + REQUESTS + MEMORY + FLEET 
 
 
 def by_name(metrics: Iterable[Metric] = METRICS) -> dict[str, Metric]:
-    """Metrics by the name they are exposed under."""
+    """Metrics by their exposed names."""
     return {metric.name: metric for metric in metrics}

@@ -11,14 +11,30 @@ from engine.core.step import KReason
 
 Phase = Literal["schedule", "draft", "handoff", "verify", "sample"]
 SwitchCause = Literal["gain", "acceptance", "batch", "plan", "draft_down", "draft_up"]
-"""Drafting came on because it pays; went off because it is not believed, or the batch is too large; the plan's policy,
-bounds or switch changed; the draft was lost or came back."""
+"""Why drafting was switched on or off.
+
+    gain        on: drafting increases goodput
+    acceptance  off: the target accepts too few draft tokens
+    batch       off: the batch is too large
+    plan        either: the plan's policy, bounds or `enabled` changed
+    draft_down  off: the draft was lost
+    draft_up    on: the draft came back
+"""
 
 ScalingReason = Literal["steady", "slow", "queue", "spare", "unreachable", "no_data", "fixed"]
-"""The objective is met; time per token is above it; requests wait; fewer replicas would do; no number of replicas
-meets it, so as near as can be; nothing is known yet; the number is set by hand."""
+"""Why the autoscaling policy wants its number of replicas.
+
+    steady       the objective is met
+    slow         the time per output token is above the objective
+    queue        requests wait
+    spare        fewer replicas meet the objective
+    unreachable  no number of replicas meets the objective; the nearest is wanted
+    no_data      nothing has been measured yet
+    fixed        the number is set by hand
+"""
 
 COMMON_LABELS = ("app", "replica", "model")
+"""Labels of every series."""
 K_REASONS: tuple[str, ...] = get_args(KReason)
 PHASES: tuple[str, ...] = get_args(Phase)
 SWITCH_CAUSES: tuple[str, ...] = get_args(SwitchCause)

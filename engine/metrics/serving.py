@@ -1,6 +1,6 @@
 """Metrics of requests, memory and the fleet, and aliases under the names that vLLM uses.
 
-Owns names, units, labels, buckets and the usual query of each. Holds no value.
+Owns their names, units, labels, buckets and default queries. Holds no value.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ MEMORY = (
     gauge(
         "paceline_kv_free_blocks",
         "serving",
-        "KV blocks that can be handed out; cached prefixes are among them.",
+        "KV blocks that can be allocated, including those that hold cached prefixes.",
         unit="blocks",
         labels=("cache",),
         values=CACHES,
@@ -74,18 +74,20 @@ MEMORY = (
     counter(
         "paceline_kv_evictions_total",
         "serving",
-        "Cached blocks overwritten because space was needed.",
+        "Cached blocks that were allocated again and so lost their content.",
         unit="blocks",
         labels=("cache",),
         values=CACHES,
     ),
     counter("paceline_preemptions_total", "serving", "Running requests sent back to the queue for lack of KV blocks."),
     gauge("paceline_draft_memory_bytes", "fleet", "Draft weights and KV pool.", unit="bytes"),
-    gauge("paceline_draft_memory_cap_bytes", "fleet", "What draft weights and KV may take.", unit="bytes"),
+    gauge("paceline_draft_memory_cap_bytes", "fleet", "Upper bound of draft weights and KV pool.", unit="bytes"),
 )
 
 FLEET = (
-    gauge("paceline_draft_up", "fleet", "1 while a draft is attached or none is needed, 0 while it is down."),
+    gauge(
+        "paceline_draft_up", "fleet", "1 while a draft is attached or none is configured, 0 while the draft is down."
+    ),
     counter(
         "paceline_restarts_total",
         "fleet",
@@ -97,13 +99,13 @@ FLEET = (
     gauge(
         "paceline_desired_replicas",
         "fleet",
-        "Replicas that the autoscaling policy wants, or that are set; every replica of an app says the same.",
+        "Replicas that the autoscaling policy wants, or that are set by hand; equal in all replicas of an app.",
         of_app=True,
     ),
     gauge(
         "paceline_scaling_reason",
         "fleet",
-        "1 for why that many replicas are wanted, 0 for the other reasons.",
+        "1 for the reason of the desired number of replicas, 0 for the other reasons.",
         labels=("reason",),
         values=SCALING_REASONS,
         of_app=True,

@@ -1,6 +1,6 @@
 """Metrics of the step loop, of drafting and of the pace.
 
-Owns names, units, labels, buckets and the usual query of each. Holds no value.
+Owns their names, units, labels, buckets and default queries. Holds no value.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STEPS = (
     histogram(
         "paceline_phase_seconds",
         "speculation",
-        "Duration of each phase of a step; draft and handoff only in steps that asked a draft.",
+        "Duration of each phase of a step; draft and handoff only in steps that asked for a draft.",
         STEP_BUCKETS,
         rate("paceline_phase_seconds_sum", "phase"),
         labels=("phase",),
@@ -46,7 +46,7 @@ STEPS = (
     counter(
         "paceline_verdicts_total",
         "speculation",
-        "Requests that a step gave at least one token, summed over steps.",
+        "Requests that got at least one token in a step, summed over steps.",
         unit="requests",
     ),
 )
@@ -79,14 +79,14 @@ DRAFTS = (
     counter(
         "paceline_reached_positions_total",
         "speculation",
-        "Draft tokens that the verdict reached, by position from 0: those after a rejection are not counted.",
+        "Draft tokens reached by verification, by position from 0: those after a rejection are not counted.",
         unit="tokens",
         labels=("position",),
     ),
     counter(
         "paceline_accepted_positions_total",
         "speculation",
-        "Draft tokens accepted, by position from 0; over the reached ones it is acceptance by position.",
+        "Draft tokens accepted, by position from 0; over reached positions it is acceptance by position.",
         over("paceline_accepted_positions_total", "paceline_reached_positions_total", "position"),
         unit="tokens",
         labels=("position",),
@@ -97,7 +97,7 @@ PACE = (
     histogram(
         "paceline_k",
         "speculation",
-        "K of each request and step: draft tokens that were verified for it.",
+        "K of each request and step: draft tokens verified.",
         K_BUCKETS,
         mean("paceline_k"),
         unit="tokens",
@@ -105,7 +105,7 @@ PACE = (
     counter(
         "paceline_k_reasons_total",
         "speculation",
-        "Why K was what it was, per request and step.",
+        "Requests summed over steps, by the reason of their K.",
         unit="requests",
         labels=("reason",),
         values=K_REASONS,
@@ -113,7 +113,7 @@ PACE = (
     counter(
         "paceline_switches_total",
         "speculation",
-        "Times that drafting went on or off, by cause.",
+        "Times that drafting was switched on or off, by cause.",
         "sum by (cause) (increase(paceline_switches_total{$selector}[$window]))",
         labels=("cause",),
         values=SWITCH_CAUSES,
@@ -121,20 +121,20 @@ PACE = (
     counter(
         "paceline_probes_total",
         "speculation",
-        "Looks at whether off is still right.",
+        "Steps that drafted although drafting is off, to measure whether it should be on.",
         "sum (increase(paceline_probes_total{$selector}[$window]))",
     ),
     counter(
         "paceline_predicted_tokens_total",
         "speculation",
-        "Tokens expected of decode-only steps; over predicted seconds it is predicted goodput.",
+        "Predicted tokens of decode-only steps; over predicted seconds it is predicted goodput.",
         over("paceline_predicted_tokens_total", "paceline_predicted_seconds_total"),
         unit="tokens",
     ),
     counter(
         "paceline_predicted_seconds_total",
         "speculation",
-        "What the cost model expected those steps to last.",
+        "Predicted duration of decode-only steps, by the cost model.",
         unit="seconds",
     ),
     counter(
@@ -144,18 +144,18 @@ PACE = (
         over("paceline_realised_tokens_total", "paceline_realised_seconds_total"),
         unit="tokens",
     ),
-    counter("paceline_realised_seconds_total", "speculation", "What those steps lasted.", unit="seconds"),
+    counter("paceline_realised_seconds_total", "speculation", "Duration of decode-only steps.", unit="seconds"),
     counter(
         "paceline_plain_tokens_total",
         "speculation",
-        "Tokens the same steps would have emitted at K = 0; over plain seconds it is goodput without speculation.",
+        "Tokens that decode-only steps would have emitted at K = 0; over plain seconds it is goodput at K = 0.",
         over("paceline_plain_tokens_total", "paceline_plain_seconds_total"),
         unit="tokens",
     ),
     counter(
         "paceline_plain_seconds_total",
         "speculation",
-        "What the same steps would have lasted at K = 0, by the cost model.",
+        "Predicted duration of decode-only steps at K = 0, by the cost model.",
         unit="seconds",
     ),
     histogram(

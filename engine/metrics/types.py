@@ -1,8 +1,8 @@
-"""What a metric is: a counter, a gauge or a histogram, declared as data with the query that makes sense of it.
+"""The declaration of one metric: a counter, a gauge or a histogram, with its default query.
 
-Owns the declaration, its three kinds and the queries that they usually want. Which metrics there are stands in
-`engine.metrics.definitions`. In `promql`, $selector stands for label matchers (always last inside the braces, may be
-empty) and $window for a range: `metric.query(selector='app=~"$app"', window="$__rate_interval")`.
+Owns the declaration, its three kinds and their default queries; `engine.metrics.definitions` lists the metrics. In
+`promql`, $selector stands for label matchers (last inside the braces, may be empty) and $window for a range:
+`metric.query(selector='app=~"$app"', window="$__rate_interval")`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 MetricKind = Literal["counter", "gauge", "histogram"]
 Unit = Literal["", "seconds", "tokens", "requests", "blocks", "bytes", "ratio"]
 Group = Literal["speculation", "serving", "fleet"]
-"""The dashboard that a metric belongs to."""
+"""The dashboard that shows a metric."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,21 +22,25 @@ class Metric:
     """One metric."""
 
     name: str
-    """As it is exposed; counters end in `_total`. Histograms add `_bucket`, `_sum` and `_count`."""
+    """The exposed name; counters end in `_total`. Histograms are exposed with `_bucket`, `_sum` and `_count` added."""
     kind: MetricKind
+    """How values are counted."""
     group: Group
+    """The dashboard that shows the metric."""
     help: str
+    """What the metric counts, for the exposition and the documentation."""
     promql: str
-    """The query of its panel, a string.Template over $selector and $window."""
+    """Query of the metric's panel: a string.Template over $selector and $window."""
     unit: Unit = ""
+    """Unit of the values; empty for plain counts."""
     labels: tuple[str, ...] = ()
-    """Beside `engine.metrics.definitions.COMMON_LABELS`."""
+    """Names of the labels, without `engine.metrics.labels.COMMON_LABELS`."""
     values: tuple[str, ...] = ()
-    """What the only label can be, where that is known; such series exist from the start, at 0."""
+    """All values of the only label, if they are known. Their series exist from the start, at 0."""
     buckets: tuple[float, ...] = ()
-    """Upper bounds of a histogram, +Inf left out."""
+    """Upper bounds of a histogram's buckets, without +Inf."""
     alias_of: str | None = None
-    """Name of the metric whose values it repeats, for boards made for another server."""
+    """Name of the metric whose values this one repeats, for dashboards made for vLLM; None for all others."""
 
     def query(self, *, selector: str = "", window: str = "1m") -> str:
         """The panel's query for these label matchers and this range."""
@@ -55,7 +59,7 @@ def counter(
     values: tuple[str, ...] = (),
     alias_of: str | None = None,
 ) -> Metric:
-    """A counter; its query is its rate, by its first label if it has one, unless `promql` says another."""
+    """Declare a counter. The default query is its rate, by the first label if there is one."""
     return Metric(
         name=name,
         kind="counter",
@@ -79,7 +83,7 @@ def gauge(
     values: tuple[str, ...] = (),
     of_app: bool = False,
 ) -> Metric:
-    """A gauge; its query is its value per replica and label, or per app where every replica says the same: `of_app`."""
+    """Declare a gauge. The query is its value per replica and label; with `of_app`, per app."""
     by = ", ".join(("app" if of_app else "replica", *labels))
     promql = f"{'max' if of_app else 'sum'} by ({by}) ({name}{{$selector}})"
     return Metric(
@@ -98,7 +102,7 @@ def histogram(
     labels: tuple[str, ...] = (),
     values: tuple[str, ...] = (),
 ) -> Metric:
-    """A histogram; its query is the 95th percentile, unless `promql` says another."""
+    """Declare a histogram. The default query is its 95th percentile."""
     return Metric(
         name=name,
         kind="histogram",
@@ -113,20 +117,20 @@ def histogram(
 
 
 def rate(name: str, by: str = "") -> str:
-    """Increase per second of a counter, summed over everything but the label `by`."""
+    """Query: increase per second of a counter, summed over all labels but `by`."""
     return f"sum{f' by ({by})' if by else ''} (rate({name}{{$selector}}[$window]))"
 
 
 def over(numerator: str, denominator: str, by: str = "") -> str:
-    """Ratio of two counters' rates, each summed first."""
+    """Query: ratio of the summed rates of two counters."""
     return f"{rate(numerator, by)} / {rate(denominator, by)}"
 
 
 def mean(name: str, by: str = "") -> str:
-    """Mean of a histogram's observations."""
+    """Query: mean of a histogram's observations."""
     return over(f"{name}_sum", f"{name}_count", by)
 
 
 def quantile(name: str, quantile: float) -> str:
-    """Quantile, within 0 and 1, of a histogram's observations."""
+    """Query: quantile (0 to 1) of a histogram's observations."""
     return f"histogram_quantile({quantile}, {rate(f'{name}_bucket', 'le')})"

@@ -1,8 +1,8 @@
-"""Small real objects with a known law, shared by the tests.
+"""Small real objects with a known distribution, shared by the tests.
 
-`ToyModel` is a model of a few tokens whose logits depend on the last tokens of the context, which it reads back from a
-paged cache through the plan's block tables: wrong blocks, slots or rollbacks give wrong logits. `LoopbackEndpoint`
-answers draft orders in this process.
+`ToyModel` is a model of a few tokens. Its logits depend on the last tokens of the context, which it reads from a paged
+cache through the block tables of the forward: wrong blocks, slots or rollbacks give wrong logits. `LoopbackEndpoint`
+serves draft requests in this process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class ToyModel:
         vocab_size: tokens it can read.
         columns: tokens it can score; default all.
         num_blocks, block_size: its paged cache, which holds token ids in place of K and V.
-        seed: names the law. Models with `blend` between two seeds are close to each other.
+        seed: selects the distribution. A `blend` below 1 keeps it close to that of seed 0.
+        order: tokens of context that the logits depend on.
+        sharpness: factor of the logits.
     """
 
     def __init__(
@@ -67,13 +69,13 @@ class ToyModel:
         self.num_rows = 0
 
     def logits_after(self, tokens: Sequence[int]) -> np.ndarray:
-        """[columns] float32: the law of the next token."""
+        """[columns] float32 logits of the next token."""
         context = [*([self.vocab_size] * self._order), *tokens][-self._order :]
         row: np.ndarray = self._table[tuple(context)]
         return row
 
     def forward(self, plan: ForwardInput) -> ForwardResult:
-        """Logits [R, columns] float32, as a model runner gives them."""
+        """Logits [R, columns] float32 of the wanted rows; writes every row's token to the cache."""
         self.num_rows += len(plan.token_ids)
         self._cache[plan.slots] = plan.token_ids
         wanted = set(plan.logit_rows.tolist())
@@ -126,7 +128,7 @@ class RandomPacer:
 
 
 class FixedPacer:
-    """Always the same K."""
+    """The same K for every request in every step; keeps the statistics of each step."""
 
     def __init__(self, k: int) -> None:
         self._k = k
@@ -153,10 +155,17 @@ def toy_drafter(
     vocab: torch.Tensor | None = None,
     max_request_tokens: int = 64,
     spelling: Spelling | None = None,
+    grammars: Grammars | None = None,
 ) -> RemoteDrafter:
-    """A RemoteDrafter whose model is a toy in this process."""
+    """A RemoteDrafter whose draft model is a toy in this process.
+
+    Args:
+        spelling: makes the draft compile grammars by itself, while its requests run.
+        grammars: the engine's own grammars: the draft finds each one compiled, because a request starts after that.
+    """
     pool = BlockPool(num_blocks, draft.block_size, prefix_cache=True)
-    grammars = toy_grammars(spelling) if spelling is not None else None
+    if grammars is None and spelling is not None:
+        grammars = toy_grammars(spelling)
     proposer = Proposer(PlainArchitecture(draft.forward), pool, vocab=vocab, max_model_len=10_000, grammars=grammars)
     drafter = RemoteDrafter(max_request_tokens=max_request_tokens, max_released=64, deadline_s=1.0, on_down=print)
     drafter.set_vocab(vocab)
@@ -165,7 +174,7 @@ def toy_drafter(
 
 
 class ToyEngine:
-    """An engine over a toy target, stepped by hand; collects every delta."""
+    """An engine over a toy target. The test steps it; it collects every delta."""
 
     def __init__(
         self,
@@ -210,7 +219,7 @@ class ToyEngine:
         self.pool.check()
 
     def run(self, submits: Sequence[Submit], *, max_steps: int = 100_000) -> dict[str, list[int]]:
-        """Submit all, step until done, return the generated tokens by request id."""
+        """Submit all, step until every request has ended, return the generated tokens by request id."""
         for submit in submits:
             self.engine.submit(submit)
         self.engine.drain()
@@ -227,7 +236,7 @@ class ToyEngine:
         return [token for delta in self.deltas.get(request_id, []) for token in delta.token_ids]
 
     def result_of(self, request_id: str) -> Generated:
-        """All that a finished request got."""
+        """Everything that a finished request got."""
         deltas = self.deltas[request_id]
         assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
         assert all(not delta.prompt_logprobs for delta in deltas[1:])

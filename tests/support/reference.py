@@ -1,7 +1,7 @@
-"""Generation straight from the definitions: one request, one token at a time, no cache, no batch, no draft.
+"""Generation by the definitions: one request, one token at a time, no cache, no batch, no draft.
 
-The slow twin of the whole engine. Written from the papers and the option definitions in float64, sharing only the
-random stream. A grammar is the set of all its texts, here: what may follow is what some text goes on with.
+The reference implementation of the engine, written in float64 from the papers and the definitions of the options. It
+shares only the random stream with the engine. A grammar is given as the set of all its texts.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Spelling:
     """How tokens spell texts.
 
     Args:
-        of_token: text of each token; empty for one that spells nothing.
-        end_ids: tokens that end a text where a request names none.
+        of_token: text of each token; empty for a token without text.
+        end_ids: stop tokens of requests that name none.
         texts: every text of each grammar.
     """
 
@@ -33,20 +33,20 @@ class Spelling:
     texts: Mapping[GrammarSpec, frozenset[str]] = field(default_factory=dict)
 
     def possible(self, grammar: GrammarSpec, generated: Sequence[int], end_ids: Sequence[int]) -> set[int]:
-        """Tokens after which some text of the grammar can still be reached, or is reached and ends."""
+        """Tokens that continue the generated text to a text of the grammar, or end a complete one."""
         text = "".join(self.of_token[token] for token in generated)
         texts = self.texts[grammar]
         possible = {
             token
             for token, spelt in enumerate(self.of_token)
-            if spelt and token not in end_ids and any(whole.startswith(text + spelt) for whole in texts)
+            if spelt and token not in end_ids and any(complete.startswith(text + spelt) for complete in texts)
         }
         return possible | (set(end_ids) if text in texts else set())
 
 
 @dataclass(frozen=True)
 class Generated:
-    """What a request gets."""
+    """The result of one request."""
 
     tokens: list[int]
     finish_reason: FinishReason
@@ -62,7 +62,7 @@ def end_ids_of(sampling: SamplingParams, spelling: Spelling) -> tuple[int, ...]:
 def processed(
     logits: np.ndarray, prompt: Sequence[int], generated: Sequence[int], sampling: SamplingParams, spelling: Spelling
 ) -> np.ndarray | None:
-    """Logits after bias, penalties and masks, [V] float64; None where no token can stand."""
+    """Logits after bias, penalties and masks, [V] float64; None if no token is allowed."""
     out = logits.astype(np.float64)
     for token, bias in sampling.logit_bias:
         out[token] += bias
@@ -85,7 +85,7 @@ def processed(
 
 
 def target_distribution(logits: np.ndarray, sampling: SamplingParams) -> np.ndarray:
-    """The law of the next token, from processed logits.
+    """The distribution of the next token, from processed logits.
 
     Args:
         logits: [V].
@@ -116,7 +116,7 @@ def target_distribution(logits: np.ndarray, sampling: SamplingParams) -> np.ndar
 
 
 def token_logprobs(logits: np.ndarray, token: int, num_top: int) -> TokenLogprobs:
-    """Of the model's own law."""
+    """Log-probabilities of one position under the model's distribution, before any option."""
     exact = logits.astype(np.float64)
     exact = exact - exact.max() - np.log(np.exp(exact - exact.max()).sum())
     top = np.argsort(-exact, kind="stable")[:num_top]
@@ -130,7 +130,7 @@ def generate(
     max_model_len: int,
     spelling: Spelling | None = None,
 ) -> Generated:
-    """What a greedy or seeded request gets."""
+    """The result of a greedy or seeded request."""
     spelling = spelling or Spelling()
     tokens, out, logprobs = list(prompt), [], []
     finish_reason: FinishReason = "length"
@@ -166,25 +166,25 @@ def generate(
 def sequence_distribution(
     logits_after: LogitsAfter, prompt: Sequence[int], sampling: SamplingParams, spelling: Spelling | None = None
 ) -> dict[tuple[int, ...], float]:
-    """Probability of each answer of at most `max_tokens` tokens."""
+    """Probability of each response of at most `max_tokens` tokens."""
     spelling = spelling or Spelling()
     end_ids = end_ids_of(sampling, spelling)
     distribution: dict[tuple[int, ...], float] = {}
     begun: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
     while begun:
-        answer, mass = begun.pop()
-        if len(answer) == sampling.max_tokens or (answer and answer[-1] in end_ids):
-            distribution[answer] = mass
+        response, mass = begun.pop()
+        if len(response) == sampling.max_tokens or (response and response[-1] in end_ids):
+            distribution[response] = mass
             continue
-        allowed = processed(logits_after([*prompt, *answer]), prompt, answer, sampling, spelling)
+        allowed = processed(logits_after([*prompt, *response]), prompt, response, sampling, spelling)
         assert allowed is not None
-        chances = target_distribution(allowed, sampling)
-        begun += [((*answer, token), mass * chance) for token, chance in enumerate(chances) if chance > 0]
+        probs = target_distribution(allowed, sampling)
+        begun += [((*response, token), mass * prob) for token, prob in enumerate(probs) if prob > 0]
     return distribution
 
 
 def equal_logprobs(got: Sequence[TokenLogprobs], expected: Sequence[TokenLogprobs], *, bound: float) -> bool:
-    """Whether all log-probabilities agree within `bound`; among near-equals the order of tokens is free."""
+    """Whether all log-probabilities agree within `bound`. Tokens of nearly equal probability may be in any order."""
     return len(got) == len(expected) and all(
         abs(a.logprob - b.logprob) < bound
         and len(a.top) == len(b.top)

@@ -1,4 +1,4 @@
-"""Whether counted outcomes follow an exact law: the chi-square statistic of the sampling tests."""
+"""Whether counted outcomes follow an exact distribution: the chi-square statistic of the sampling tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Outcome = tuple[int, ...]
 
 
 def chi_square(counts: Mapping[Outcome, int], distribution: Mapping[Outcome, float]) -> tuple[float, int]:
-    """Statistic and degrees of freedom, cells of small expectation pooled; infinite after an impossible outcome."""
+    """Statistic and degrees of freedom. Outcomes of small expectation are pooled; an impossible one gives infinity."""
     total = sum(counts.values())
     if any(distribution.get(outcome, 0.0) == 0 for outcome in counts):
         return float("inf"), 1
@@ -25,12 +25,12 @@ def chi_square(counts: Mapping[Outcome, int], distribution: Mapping[Outcome, flo
 
 
 def p_value(counts: Mapping[Outcome, int], distribution: Mapping[Outcome, float]) -> float:
-    """Of one law."""
+    """Probability of a statistic at least this large, if the outcomes follow the distribution."""
     statistic, degrees = chi_square(counts, distribution)
     return float(chi2.sf(statistic, degrees)) if degrees else float(statistic < 1e-6)
 
 
 def joint_p_value(pairs: list[tuple[Mapping[Outcome, int], Mapping[Outcome, float]]]) -> float:
-    """Of many independent laws at once; sees a small bias that they share."""
+    """The same probability for many independent samples at once; detects a small bias that they share."""
     parts = [chi_square(counts, distribution) for counts, distribution in pairs]
     return float(chi2.sf(sum(statistic for statistic, _ in parts), sum(degrees for _, degrees in parts)))

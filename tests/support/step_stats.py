@@ -1,4 +1,4 @@
-"""Statistics of one step, as short as a test wants to write them."""
+"""Builds the statistics of a step for tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from engine.core.stats import RowOutcome, StepStats
 
 
 def make_step(outcomes: list[tuple[int, int]], plain: int, reason: str = "plan", step_s: float = 0.03) -> StepStats:
-    """A decode step: (drafted, accepted) of the requests drafted for, and so many without a draft for `reason`."""
+    """A decode step.
+
+    Args:
+        outcomes: (drafted, accepted) tokens of each request with a draft.
+        plain: number of requests without a draft.
+        reason: reason of their K.
+        step_s: seconds of the step.
+    """
     depth = max((drafted for drafted, _ in outcomes), default=0)
     accepted = [sum(j < a for _, a in outcomes) for j in range(depth)]
     reached = [sum(j < min(a + 1, d) for d, a in outcomes) for j in range(depth)]

@@ -1,4 +1,4 @@
-"""The block pool as a state machine: whatever is asked in whatever order, the books balance and no content is lost."""
+"""The block pool as a state machine: after any sequence of calls its invariants hold and no content is lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Owner:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Owners come, compute, roll back and go. `content` is what a cache would hold."""
+    """Owners arrive, compute, roll back and leave. `content` is what a KV cache would hold."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class PoolMachine(RuleBasedStateMachine):
         owner.num_computed = self.pool.attach_prefix(owner)
         assert owner.num_computed < len(tokens), "the last token is always left to compute"
         for position in range(owner.num_computed):
-            assert self._cell(owner, position) == tokens[position], "a cached block holds other tokens"
+            assert self._content_of(owner, position) == tokens[position], "a cached block holds other tokens"
         self.owners.append(owner)
 
     @precondition(lambda self: self.owners)
@@ -62,7 +62,7 @@ class PoolMachine(RuleBasedStateMachine):
         owner.tokens.append(1)
         self.pool.trim(owner, len(owner.tokens))
         for position in range(owner.num_computed):
-            assert self._cell(owner, position) == owner.tokens[position]
+            assert self._content_of(owner, position) == owner.tokens[position]
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data())
@@ -81,13 +81,13 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.release(owner)
         assert self.pool.num_free == NUM_BLOCKS - 1
 
-    def _cell(self, owner: Owner, position: int) -> int | None:
+    def _content_of(self, owner: Owner, position: int) -> int | None:
         return self.content.get((owner.block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE))
 
     def _write(self, owner: Owner, position: int, token: int) -> None:
         block = owner.block_ids[position // BLOCK_SIZE]
         users = [o for o in self.owners if block in o.block_ids]
-        assert users == [owner], "nobody writes into a shared block"
+        assert users == [owner], "no owner writes into a shared block"
         self.content[block, position % BLOCK_SIZE] = token
 
 

@@ -1,6 +1,6 @@
-"""The whole loop against one-token-at-a-time generation, over random batches, drafters, K schedules and cache sizes.
+"""The step loop against one-token-at-a-time generation, over random batches, drafters, K schedules and cache sizes.
 
-Promise: greedy and seeded requests get exactly the reference's tokens whatever happens around them.
+Promise: greedy and seeded requests get exactly the reference's tokens, no matter what else the engine does.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def test_a_long_prompt_does_not_starve_running_requests() -> None:
     for _ in range(30):
         before = len(engine.tokens_of("short"))
         engine.step()
-        assert len(engine.tokens_of("short")) == before + 1, "one token in every step, whatever is being prefilled"
+        assert len(engine.tokens_of("short")) == before + 1, "one token in every step, during any prefill"
 
 
 def test_a_request_says_how_long_it_queued() -> None:
@@ -166,7 +166,7 @@ def test_a_request_says_how_long_it_queued() -> None:
     while engine.engine.scheduler.has_work:
         engine.step()
     first, second = ({delta.queue_s for delta in engine.deltas[name]} for name in ("first", "second"))
-    assert len(first) == len(second) == 1, "the same in every message"
+    assert len(first) == len(second) == 1, "equal in every delta"
     assert second.pop() >= first.pop() + 0.007  # seven steps of a millisecond lie between
 
 

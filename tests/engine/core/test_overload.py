@@ -1,6 +1,6 @@
-"""More work than there is room for: goodput holds, clients share, what is cancelled is gone within a step.
+"""Overload: goodput holds, clients share it fairly, and an aborted request is gone within a step.
 
-Time is counted in engine steps, so a busy machine changes nothing.
+Time is counted in engine steps, so the results do not depend on the machine's load.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def goodput(factor: float) -> float:
 
 
 def test_goodput_at_four_times_the_capacity() -> None:
-    """Refusing at the door keeps what is inside fast enough to be of use."""
+    """Refusing requests keeps the admitted ones fast enough to meet their deadline."""
     assert goodput(4.0) >= 0.95 * max(goodput(1.0), 0.9 * CAPACITY)
 
 
@@ -114,7 +114,7 @@ def test_a_flood_of_one_client_leaves_the_others_their_share() -> None:
     load.run(1500)
     asked = load.good["modest"] + load.refused["modest"] + load.late["modest"]
     assert load.good["modest"] >= 0.9 * (asked - len(load.open)), (load.good, load.refused, load.late)
-    assert sum(load.good.values()) / 1500 >= 0.9 * CAPACITY, "and nothing is wasted for it"
+    assert sum(load.good.values()) / 1500 >= 0.9 * CAPACITY, "at no cost in total goodput"
 
 
 def test_priorities_share_by_weight_and_low_ones_still_run() -> None:
@@ -122,7 +122,7 @@ def test_priorities_share_by_weight_and_low_ones_still_run() -> None:
     load.run(2000)
     median = {client: sorted(waits)[len(waits) // 2] for client, waits in load.waits.items()}
     assert median["h"] <= median["n"] <= median["l"], median
-    assert load.good["l"] + load.late["l"] > 50, "nobody starves"
+    assert load.good["l"] + load.late["l"] > 50, "low priority makes progress"
 
 
 def test_what_is_cancelled_is_gone_within_a_step() -> None:

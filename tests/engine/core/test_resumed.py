@@ -1,6 +1,6 @@
-"""A request that another engine has begun: the tokens that follow are those that would have followed there.
+"""A request that continues in another engine gets the tokens that the first engine would have generated.
 
-Promise: for greedy and seeded requests, cutting a run at any token and going on in a fresh engine changes nothing.
+Promise: for greedy and seeded requests, interrupting a run at any token and continuing in a new engine changes nothing.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def test_going_on_elsewhere_changes_nothing(
     assert rest.pool.num_free == rest.pool.num_blocks - 1
 
 
-def test_without_a_seed_the_law_is_kept() -> None:
-    """Chi-square of the token after the cut against the model's law; a false alarm in 10,000 runs."""
+def test_without_a_seed_the_distribution_is_kept() -> None:
+    """Chi-square of the token after the cut against the model's distribution; one false alarm in 10,000 runs."""
     target = ToyModel(vocab_size=VOCAB)
     prefix = (1, 2)
     engine = fresh(0, with_draft=True)

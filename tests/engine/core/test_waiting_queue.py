@@ -1,4 +1,4 @@
-"""Who is admitted next: fair between clients by tokens, weighted by priority, first come first served for each."""
+"""Order of admission: fair between clients by tokens, weighted by priority, by arrival within a client."""
 
 from __future__ import annotations
 

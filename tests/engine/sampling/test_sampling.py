@@ -222,8 +222,8 @@ def test_a_draft_that_is_the_target_is_always_accepted(name: str, seed: int | No
     if name == "min_tokens":
         options |= {"min_tokens": 39, "stop_token_ids": (0, 4)}
     target = ToyModel(vocab_size=VOCAB, num_blocks=200)
-    drafter = toy_drafter(ToyModel(vocab_size=VOCAB, num_blocks=200), num_blocks=200, spelling=SPELLING)
     grammars = toy_grammars(SPELLING)
+    drafter = toy_drafter(ToyModel(vocab_size=VOCAB, num_blocks=200), num_blocks=200, grammars=grammars)
     engine = ToyEngine(target, drafter, FixedPacer(4), num_blocks=200, grammars=grammars)
     engine.run([Submit(request_id=f"r{i}", prompt=PROMPT, sampling=SamplingParams(**options)) for i in range(8)])
     last = [engine.deltas[f"r{i}"][-1] for i in range(8)]

@@ -1,0 +1,74 @@
+"""The statistics of a step, counted by hand."""
+
+from __future__ import annotations
+
+from engine.core.request import Request
+from engine.core.stats import RowOutcome, step_stats
+from engine.core.step import Batch, Draft, DraftRow, RowVerdict, Span, Verdict
+from engine.messages import Delta, SamplingParams, Submit
+
+
+def request(key: int, num_tokens: int, *, temperature: float = 1.0) -> Request:
+    submit = Submit(request_id=f"r{key}", prompt=(1, 2), sampling=SamplingParams(temperature=temperature))
+    return Request(submit=submit, key=key, stream_key=0, tokens=[1] * num_tokens)
+
+
+def test_every_count_of_a_step() -> None:
+    rejected, complete, plain, prompt = (request(key, 10 * key) for key in (1, 2, 3, 4))
+    complete.finish_reason, complete.num_accepted, complete.num_draft_steps = "stop", 5, 2
+    plain.finish_reason = "length"
+    spans = (
+        Span(rejected, 9, 1, 4, True, "plan", None, 0.5),
+        Span(complete, 19, 1, 2, True, "plan"),
+        Span(plain, 29, 1, 0, True, "memory"),
+        Span(prompt, 8, 6, 0, False, "plan"),
+    )
+    rows = (
+        DraftRow((5, 6, 7), None, (0.9, 0.8, 0.7), "plan"),
+        DraftRow((5, 6), None, (), "probe", "lookup", 4),
+        DraftRow(reason="memory"),
+        DraftRow(),
+    )
+    verdict = Verdict(
+        (
+            RowVerdict((5, 1), 1, "recovered"),
+            RowVerdict((5, 6, 1), 2, "bonus"),
+            RowVerdict((1,), 0, "plain"),
+            RowVerdict(),
+        ),
+        verify_s=0.3,
+        sample_s=0.4,
+    )
+    deltas = [Delta(request_id="r", token_ids=tokens) for tokens in ((5, 1), (5, 6, 1), (1,))]
+    draft = Draft(rows, None, 0.1, 0.2, 6)
+    stats = step_stats(Batch(7, spans, 3), draft, verdict, deltas, aborted=(99,), schedule_s=0.5, step_s=0.6)
+    assert (stats.step_id, stats.num_waiting, stats.num_decodes, stats.num_prefill_tokens) == (7, 3, 3, 6)
+    assert stats.num_rows == 3 + 6 + 5
+    assert stats.context_len == 9 + 19 + 29 + 8
+    assert (stats.num_drafted, stats.num_accepted, stats.num_emitted, stats.depth) == (5, 3, 6, 3)
+    assert stats.drafted_by_position == (2, 2, 0), "the third token of the first draft was not reached"
+    assert stats.accepted_by_position == (2, 1, 0)
+    assert stats.k_by_reason == {"plan": 1, "probe": 1, "memory": 1}
+    assert stats.outcomes == (
+        RowOutcome(1, 3, 1, 10, "hot", 4, (0.9, 0.8, 0.7), "method", 0),
+        RowOutcome(2, 2, 2, 20, "hot", 0, (), "lookup", 4),
+    )
+    assert stats.ended == (99, 2, 3)
+    assert stats.accepted_per_finished == (2.5,), "a request without drafts has no mean"
+    assert stats.num_caught_up == 6
+    assert (stats.draft_s, stats.handoff_s, stats.verify_s, stats.sample_s) == (0.1, 0.2, 0.3, 0.4)
+    assert (stats.schedule_s, stats.step_s) == (0.5, 0.6)
+
+
+def test_a_step_without_drafts_has_no_positions() -> None:
+    only = request(1, 3)
+    batch = Batch(1, (Span(only, 2, 1, 0, True, "off"),), 0)
+    verdict = Verdict((RowVerdict((4,), 0, "plain"),))
+    stats = step_stats(batch, Draft((DraftRow(reason="off"),)), verdict, [], schedule_s=0.0, step_s=0.0)
+    assert (stats.depth, stats.drafted_by_position, stats.outcomes, stats.num_drafted) == (0, (), (), 0)
+    assert stats.k_by_reason == {"off": 1}
+    assert stats.ended == ()
+
+
+def test_a_workload_is_named_by_temperature_and_grammar() -> None:
+    assert [SamplingParams(temperature=t).workload for t in (0.0, 0.1, 0.8, 0.81)] == ["greedy", "cool", "cool", "hot"]
