@@ -14,6 +14,7 @@ from autoscale.policy.goodput import make_goodput
 from autoscale.policy.policies import PolicyPacer
 from engine.checkpoint.store import resolve_model
 from engine.config import EngineConfig
+from engine.core.pacing import Prediction
 from engine.core.stats import StepStats
 from engine.workers.target_shard import TargetShard
 
@@ -33,8 +34,8 @@ def main(settings: str) -> None:
     shard.run()
 
 
-def _ignore(stats: StepStats) -> None:
-    del stats
+def _ignore(stats: StepStats, prediction: Prediction) -> None:
+    del stats, prediction
 
 
 def _stop_at_end(shard: TargetShard) -> None:

@@ -28,7 +28,7 @@ from autoscale.replicas.decision import ReplicaLoad
 from autoscale.replicas.tpot_estimate import TpotEstimate
 from deployments.cluster.placement import CONTROLLER_NAMESPACE, controller_name
 from engine.checkpoint.store import cache_folder
-from engine.core.pacing import PlanSlot, SpeculationPlan
+from engine.core.pacing import PlanSlot, Prediction, SpeculationPlan
 from engine.core.stats import StepStats
 from engine.draft.messages import DraftRequestRow, DraftResponse
 from engine.draft.remote import DraftLink
@@ -70,18 +70,18 @@ class ShardActor(ProcessMixin, TargetShard):
         self._costs = TableCache(cache_folder() / "costs", self._identity())
         self._goodput = make_goodput(speculative.method, speculative.k, self._first_costs(), lookup=speculative.lookup)
         slot = PlanSlot(initial_plan(speculative))
-        aggregator = Aggregator(lambda: self._goodput.cost.plain_s, speculative.method)
+        aggregator = Aggregator(speculative.method)
         self._slot = slot
         self._tpot_estimate = replica_load = TpotEstimate(self._goodput)
         self._asked_s, self._emitted = time.monotonic(), 0.0
-        self._recorder = recorder = StepRecorder(self._goodput, lambda: slot.current)
+        self._recorder = recorder = StepRecorder(lambda: slot.current)
         link = ControllerLink(controller_name(app_name), engine_id, slot, aggregator, recorder)
         threading.Thread(target=link.run, name="controller-link", daemon=True).start()
 
-        def observe(stats: StepStats) -> None:
-            aggregator.add(stats)
-            replica_load.observe(stats)
-            recorder.add(stats)
+        def observe(stats: StepStats, prediction: Prediction) -> None:
+            aggregator.add(stats, prediction)
+            replica_load.observe(stats, prediction)
+            recorder.add(stats, prediction)
 
         return self.listen(PolicyPacer(self._goodput), lambda: slot.current, observe)
 

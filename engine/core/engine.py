@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from engine.core.committer import Committer
 from engine.core.drafter import Drafter
-from engine.core.pacing import Pacer
+from engine.core.pacing import Pacer, Prediction
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.stats import StepStats, step_stats
@@ -40,7 +40,7 @@ class Engine:
     Args:
         scheduler, drafter, verifier, committer, streams: the five phases, sharing one block pool.
         pacer: told of every step.
-        observers: called with each step's stats, in the loop's thread.
+        observers: called with each step's stats and the pacer's prediction for it, in the loop's thread.
         grammars: compiles what answers must match; None refuses such requests.
     """
 
@@ -53,7 +53,7 @@ class Engine:
         committer: Committer,
         streams: Streams,
         pacer: Pacer,
-        observers: Sequence[Callable[[StepStats], None]] = (),
+        observers: Sequence[Callable[[StepStats, Prediction], None]] = (),
         grammars: Grammars | None = None,
     ) -> None:
         self.scheduler = scheduler
@@ -124,9 +124,9 @@ class Engine:
         schedule_s, step_s = scheduled - begin, time.perf_counter() - begin
         stats = step_stats(batch, draft, verdict, deltas, aborted=self._aborted, schedule_s=schedule_s, step_s=step_s)
         self._aborted.clear()
-        self._pacer.observe(stats)
+        prediction = self._pacer.observe(stats)
         for observe in self._observers:
-            observe(stats)
+            observe(stats, prediction)
 
     def drain(self) -> None:
         """Apply everything in the inbox without waiting; for callers that step by themselves."""

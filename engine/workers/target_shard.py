@@ -27,7 +27,7 @@ from engine.config import DRAFT_METHODS, EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.core.committer import Committer
 from engine.core.engine import Engine, Streams
-from engine.core.pacing import Pacer, SpeculationPlan
+from engine.core.pacing import Pacer, Prediction, SpeculationPlan
 from engine.core.scheduler import Scheduler
 from engine.core.stats import StepStats
 from engine.core.step import ForwardInput
@@ -170,13 +170,18 @@ class TargetShard:
         """Read step plans from here. Ranks 1.. only."""
         self._receiver = ForwardReceiver.open(handle, node_id=self._node_id)
 
-    def listen(self, pacer: Pacer, plan: Callable[[], SpeculationPlan], observe: Callable[[StepStats], None]) -> str:
+    def listen(
+        self,
+        pacer: Pacer,
+        plan: Callable[[], SpeculationPlan],
+        observe: Callable[[StepStats, Prediction], None],
+    ) -> str:
         """Build the loop and its socket. Rank 0 only.
 
         Args:
             pacer: chooses K.
             plan: the plan in force.
-            observe: called with each step's stats, in the loop's thread.
+            observe: called with each step's stats and the pacer's prediction for it, in the loop's thread.
 
         Returns:
             Path of the unix socket the replica connects to.

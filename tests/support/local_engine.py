@@ -77,7 +77,7 @@ class LocalEngine:
         for rank, shard in enumerate(self.shards[1:], start=1):
             shard.follow(lead.plan_handle(rank))
         plan = initial_plan(self.config.speculative)
-        path = lead.listen(self._pacer, lambda: plan, self.stats.append)
+        path = lead.listen(self._pacer, lambda: plan, lambda stats, _: self.stats.append(stats))
         self._start(*(shard.run for shard in self.shards))
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(path)

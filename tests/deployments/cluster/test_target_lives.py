@@ -69,7 +69,7 @@ class LocalTarget:
         self._shard.allocate(ready.num_blocks, ready.max_model_len)
         forward_input = initial_plan(config.speculative)
         pacer = PolicyPacer(make_goodput(config.speculative.method, config.speculative.k))
-        path = self._shard.listen(pacer, lambda: forward_input, lambda stats: None)
+        path = self._shard.listen(pacer, lambda: forward_input, lambda stats, prediction: None)
         self._thread.start()
         self.client = await ShardClient.connect(path, capacity=100, on_draft=print, on_lost=self._fail)
         return ready
