@@ -1,4 +1,4 @@
-"""Options of `paceline bench ...`; the modules that do it are imported when one runs."""
+"""Options of `paceline bench ...`. The modules that measure are imported when one runs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from types import FrameType
 from typing import Any
 
 STREAMS = (1, 4, 16, 32)
+"""Default numbers of streams."""
 PEER_STREAMS = (1, 2, 4, 8, 16, 32)
+"""Default numbers of streams for `peers` and `engine`."""
 
 
 def add_bench_parser(subparsers: Any) -> None:
-    """Add `bench` and its actions to a command's subparsers."""
+    """Add `bench` and its actions to the subparsers of a command. Each action sets `run`."""
     bench = subparsers.add_parser("bench", help="measure policies or peers side by side on this machine")
     actions = bench.add_subparsers(required=True, metavar="ACTION")
     _add_pace(actions)
@@ -29,22 +31,24 @@ def add_bench_parser(subparsers: Any) -> None:
 def _add_soak(actions: Any) -> None:
     soak = actions.add_parser(
         "soak",
-        help="mixed load for minutes while processes are killed and stopped",
-        description="Start a server, load it with a mix of requests, inject random faults, and account for every "
-        "request by id; memory, files and shared memory must not grow. Status 1 when anything is wrong.",
+        help="mixed load while processes are killed and stopped",
+        description="Start a server, load it with a mix of requests, inject random faults, and check that every "
+        "request ends exactly once and that memory, files and shared memory do not grow. Status 1 on any violation.",
     )
     soak.add_argument("--minutes", type=float, default=30.0, metavar="M")
     soak.add_argument("--streams", type=int, default=8, metavar="N", help="requests in flight")
-    soak.add_argument("--draft", help="as of serve (default: the deployment file's)")
+    soak.add_argument("--draft", help="see `serve` (default: that of the deployment file)")
     soak.add_argument("--tp", type=int, default=1, metavar="N", help="target shards")
     soak.add_argument(
         "--faults",
         nargs="*",
         default=["kill-draft", "stop-draft", "kill-target", "kill-controller"],
         metavar="NAME",
-        help="of kill-ROLE and stop-ROLE, ROLE being draft, target, controller (kill only) or replica",
+        help="kill-ROLE or stop-ROLE; ROLE is draft, target, controller (kill only) or replica",
     )
-    soak.add_argument("--pause", type=float, default=20.0, metavar="S", help="seconds between a recovery and a fault")
+    soak.add_argument(
+        "--pause", type=float, default=20.0, metavar="S", help="mean seconds between a recovery and the next fault"
+    )
     soak.add_argument("--seed", type=int, default=0)
     soak.add_argument("--out", type=Path, help="write every outcome, fault and sample as JSON")
     soak.set_defaults(run=_run("soak.run", "soak"))
@@ -53,29 +57,32 @@ def _add_soak(actions: Any) -> None:
 def _add_pace(actions: Any) -> None:
     pace = actions.add_parser(
         "pace",
-        help="policies against each other on one server",
-        description="Policies take turns on one server under a load that does not stop: tokens per second in every "
-        "cell of streams x workload. Or one of --tax, --ramp, --resume. The workload `adversarial` is chat with a "
-        "draft that is always wrong.",
+        help="compare policies on one server",
+        description="Policies take turns on one server under a continuous load: tokens per second for every number of "
+        "streams and workload. Or one of --tax, --ramp, --resume. The workload `adversarial` is chat with a draft that "
+        "is always rejected.",
         parents=[_common()],
     )
-    pace.add_argument("--draft", help="ngram, or folder, name or id of a draft (default: the deployment file's)")
+    pace.add_argument("--draft", help="ngram, or folder, name or id of a draft (default: that of the deployment file)")
     pace.add_argument(
         "--policies",
         nargs="+",
         default=["off", "fixed-2", "fixed-4", "fixed-8", "threshold", "goodput"],
         metavar="NAME",
-        help="of off, fixed-K, threshold, goodput",
+        help="off, fixed-K, threshold or goodput",
     )
-    pace.add_argument("--seconds", type=float, default=4.0, metavar="S", help="per policy, round and cell")
+    pace.add_argument("--seconds", type=float, default=4.0, metavar="S", help="seconds per policy, round and cell")
     pace.add_argument("--plot", type=Path, metavar="PNG", help="draw the grid (needs matplotlib)")
     other = pace.add_mutually_exclusive_group()
     other.add_argument(
-        "--tax", action="store_true", help="what an unused draft costs: no draft, off, and goodput that holds K = 0"
+        "--tax", action="store_true", help="cost of an unused draft: no draft, policy off, and policy goodput at K = 0"
     )
-    other.add_argument("--ramp", action="store_true", help="streams up to the most and down again, under each policy")
+    other.add_argument("--ramp", action="store_true", help="raise and lower the number of streams under each policy")
     other.add_argument(
-        "--resume", type=float, metavar="S", help="acceptance before and after S seconds of K = 0, at the most streams"
+        "--resume",
+        type=float,
+        metavar="S",
+        help="acceptance before and after S seconds of K = 0, at the largest number of streams",
     )
     pace.set_defaults(run=_run("pace.run", "pace"))
 
@@ -83,12 +90,12 @@ def _add_pace(actions: Any) -> None:
 def _add_peers(actions: Any) -> None:
     peers = actions.add_parser(
         "peers",
-        help="Paceline against other servers, those installed",
-        description="Every server in turn, alone on the machine, on the same prompts; rounds alternate in order and "
-        "medians count. Peers that are not installed are skipped with the line that installs them.",
+        help="compare Paceline with other installed servers",
+        description="Measure every server in turn, alone on the machine, on the same prompts. Rounds alternate in "
+        "order; figures are medians. For a peer that is not installed, the command that installs it is printed.",
         parents=[_common(streams=PEER_STREAMS)],
     )
-    peers.add_argument("--draft", help="Paceline's draft (default: that of the deployment file)")
+    peers.add_argument("--draft", help="draft of Paceline (default: that of the deployment file)")
     peers.add_argument(
         "--vllm-python",
         type=Path,
@@ -101,11 +108,11 @@ def _add_peers(actions: Any) -> None:
         type=Path,
         default=Path(os.environ.get("PACELINE_LLAMA_SERVER", "llama-server")),
         metavar="PATH",
-        help="llama.cpp's server, llama-quantize beside it (or $PACELINE_LLAMA_SERVER)",
+        help="llama.cpp's server, with llama-quantize in the same folder (or $PACELINE_LLAMA_SERVER)",
     )
-    peers.add_argument("--only", nargs="+", metavar="NAME", help="columns to measure, such as 'paceline plain' vllm")
-    peers.add_argument("--quick", action="store_true", help="two rounds, one request per stream: a quarter of an hour")
-    peers.add_argument("--plot", type=Path, metavar="PNG", help="draw it (needs matplotlib)")
+    peers.add_argument("--only", nargs="+", metavar="NAME", help="contenders to measure, such as 'paceline plain' vllm")
+    peers.add_argument("--quick", action="store_true", help="two rounds, one request per stream; about 15 minutes")
+    peers.add_argument("--plot", type=Path, metavar="PNG", help="draw the figures (needs matplotlib)")
     peers.set_defaults(run=_run("peers.run", "peers"))
 
 
@@ -122,27 +129,31 @@ def _add_engine(actions: Any) -> None:
 def _common(streams: Sequence[int] = STREAMS) -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--streams", type=int, nargs="+", default=list(streams), metavar="N")
-    common.add_argument("--rounds", type=int, default=3, help="alternating rounds; medians count")
+    common.add_argument("--rounds", type=int, default=3, help="rounds, which alternate in order; figures are medians")
     common.add_argument("--per-stream", type=int, default=3, metavar="N", help="requests per stream and round")
-    common.add_argument("--at-least", type=int, default=6, metavar="N", help="requests in a round")
+    common.add_argument("--at-least", type=int, default=6, metavar="N", help="smallest number of requests in a round")
     common.add_argument("--max-tokens", type=int, default=128)
     common.add_argument(
         "--workload",
         "--workloads",
         nargs="+",
         default=["chat"],
-        help="chat, chat-0.7, chat-1.0, code, schema, schema-0.7, schema-1.0; for pace also adversarial, and "
-        "with --prompts categories of that file, or all",
+        help="chat, chat-0.7, chat-1.0, code, schema, schema-0.7, schema-1.0; for pace also adversarial, "
+        "and with --prompts a category of that file, or all",
     )
     common.add_argument("--prompts", type=Path, help="prompt file (JSON lines) instead of a built-in workload")
-    common.add_argument("--categories", nargs="*", metavar="NAME", help="categories of the prompt file, each by itself")
+    common.add_argument(
+        "--categories", nargs="*", metavar="NAME", help="categories of the prompt file, measured separately"
+    )
     common.add_argument("--out", type=Path, help="write the figures as JSON lines")
     return common
 
 
 def _run(module: str, name: str) -> Any:
     def run(options: argparse.Namespace) -> int:
-        action = getattr(importlib.import_module(f"bench.{module}"), name)  # only now: what it needs takes seconds
+        action = getattr(
+            importlib.import_module(f"bench.{module}"), name
+        )  # imported here, because its dependencies take seconds
         signal.signal(signal.SIGTERM, _leave)
         status: int = action(options)
         return status
@@ -151,6 +162,6 @@ def _run(module: str, name: str) -> Any:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """Servers that were started are stopped on the way out."""
+    """Exit through the context managers, which stop the servers that were started."""
     del frame
     sys.exit(128 + number)

@@ -1,7 +1,7 @@
 """Alert rules for Prometheus, each with a runbook.
 
-Owns conditions, thresholds and words. Queries come from the declarations. Rules look at each replica by itself, because
-one bad replica hides in the mean of a fleet; where a rule is about a model, it looks at the whole app.
+Owns conditions, thresholds and text. Queries come from the declarations. Rules are evaluated per replica, because one
+bad replica does not show in the mean of a fleet. Rules about a model are evaluated over the whole app.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ def _acceptance_collapse() -> Alert:
         severity="ticket",
         summary="{{ $labels.app }}, {{ $labels.model }}: acceptance {{ $value | humanizePercentage }}, less than half "
         "of what it was over six hours",
-        runbook="The target no longer believes the draft. Answers stay right; they only come slower. "
+        runbook="The target rejects most draft tokens. Responses stay exact; they only come slower. "
         "Look at acceptance by position: a fall at every position points to a draft that does not belong to this "
         "target (new weights, another tokenizer, another chat template), a fall at later ones only to harder traffic "
         "(other language, high temperature). Compare replicas on the Fleet board; if one is off, restart it. If the "
-        "traffic has changed for good, distil a new draft on it. The policy lowers K meanwhile.",
+        "traffic has changed for good, distil a new draft on it. Meanwhile the policy lowers K.",
     )
 
 
@@ -84,7 +84,7 @@ def _not_paying() -> Alert:
         for_="10m",
         severity="ticket",
         summary=f"{WHERE}: {{{{ $value | humanizePercentage }}}} of the goodput that K = 0 is predicted to give",
-        runbook="Drafting costs more than it gives, and the policy has not switched it off. Look at the cost-model "
+        runbook="Drafting costs more than it gains, and the policy has not switched it off. Look at the cost-model "
         "error: a high one means that another load shares the device or the cores, and K is chosen by wrong costs. "
         "Look at draft and handoff time: slower than at start means the draft is starved. With policy `fixed` or "
         '`threshold`, change to `goodput`. To stop the loss at once, send PATCH /admin/pace with {"enabled": false}.',
@@ -97,7 +97,7 @@ def _draft_down() -> Alert:
         expr=f"{NOW.gauge('draft_up', *REPLICA, over='min').expr} == 0",
         for_="1m",
         severity="ticket",
-        summary=f"{WHERE}: no draft, K is 0 for everybody",
+        summary=f"{WHERE}: no draft, K is 0 for all requests",
         runbook="The draft died or hung, and its replacement has not been attached for a minute. No request is lost; "
         "all run at the speed of plain decoding. Look at restarts by process on the Fleet board and at the log of the "
         "draft worker: out of memory (lower speculative.memory_fraction or free the device), a draft folder that "
@@ -116,10 +116,10 @@ def _evictions() -> Alert:
         severity="ticket",
         summary=f"{WHERE}: {{{{ $value | humanizePercentage }}}} of the {{{{ $labels.cache }}}} cache is overwritten "
         "each second",
-        runbook="The whole cache turns over in less than 100 seconds, so prefixes are gone before they are asked for "
-        "again. Look at the prefix-cache hit rate: if it has fallen, time to first token has risen with it. Give the "
-        "KV cache more (kv_cache_tokens), add a replica, or lower max_num_requests. For the draft's cache: raise "
-        "speculative.memory_fraction, or accept that some requests run at K = 0.",
+        runbook="The whole cache turns over in less than 100 seconds, so prefixes are overwritten before they are "
+        "used again. Look at the prefix-cache hit rate: if it has fallen, time to first token has risen with it. "
+        "Enlarge the KV cache (kv_cache_tokens), add a replica, or lower max_num_requests. For the draft's cache: "
+        "raise speculative.memory_fraction, or accept that some requests run at K = 0.",
     )
 
 
@@ -130,8 +130,8 @@ def _preemptions() -> Alert:
         for_="10m",
         severity="ticket",
         summary=f"{WHERE}: {{{{ $value | humanize }}}} preemptions per second",
-        runbook="More requests run than the KV cache can hold, and work is done twice. Lower max_num_requests or "
-        "max_model_len, give the KV cache more (kv_cache_tokens), or add a replica.",
+        runbook="More requests run than the KV cache can hold, and tokens are computed twice. Lower max_num_requests "
+        "or max_model_len, enlarge the KV cache (kv_cache_tokens), or add a replica.",
     )
 
 
@@ -144,9 +144,9 @@ def _ttft() -> Alert:
         summary="{{ $labels.app }}, {{ $labels.model }}: 95th percentile of time to first token is "
         "{{ $value | humanizeDuration }}, objective "
         f"{TTFT_OBJECTIVE_S:g} s",
-        runbook="Clients wait for their first token. Look at time in the queue: if it is most of it, there are too few "
-        "replicas or too many requests (see PacelineQueueGrowing). If not, prefill is the cost: longer prompts, a "
-        "fallen prefix-cache hit rate, or large decode batches that prefill chunks must share a step with "
+        runbook="Clients wait for their first token. Look at time in the queue: if that is most of the time, there "
+        "are too few replicas or too many requests (see PacelineQueueGrowing). If not, prefill takes it: longer "
+        "prompts, a lower prefix-cache hit rate, or large decode batches that prefill chunks must share a step with "
         "(max_step_tokens). Right after a start, the first requests warm caches; wait.",
     )
 
@@ -159,9 +159,9 @@ def _queue_growing() -> Alert:
         for_="5m",
         severity="page",
         summary=f"{WHERE}: the queue grows by {{{{ $value | humanize }}}} requests per second",
-        runbook="More arrives than is served; when the queue is full, clients get 429. See whether replicas are "
-        "all there or waiting for a node. See whether one replica alone grows: then it is slow, look at its step "
-        "duration and KV blocks. Shed load, or add replicas (num_replicas).",
+        runbook="More requests arrive than are served; when the queue is full, clients get 429. See whether all "
+        "replicas are present or wait for a node. If the queue of one replica alone grows, that replica is slow: look "
+        "at its step duration and KV blocks. Shed load, or add replicas (num_replicas).",
     )
 
 
@@ -173,7 +173,7 @@ def _errors() -> Alert:
         for_="5m",
         severity="page",
         summary=f"{WHERE}: {{{{ $value | humanizePercentage }}}} of requests end in an error",
-        runbook="The engine gives up requests that it had accepted. Look at the replica's log for the error's name: "
+        runbook="The engine ends requests that it had admitted. Look at the replica's log for the error's name: "
         "ShardDown means a target shard died or hung, and the replica is about to be replaced; anything else is a "
         "fault in the engine, and the log has its traceback.",
     )
@@ -185,8 +185,8 @@ def _target_down() -> Alert:
         expr='up{job="paceline"} == 0',
         for_="2m",
         severity="page",
-        summary=f"{WHERE}: {{{{ $labels.instance }}}} does not answer Prometheus",
-        runbook="The replica's exporter is listed in the folder of targets but does not answer. If clients get answers "
-        "from it, only the exporter or the network between is broken. If not, the replica is dead or its node is "
-        "gone: see `ray status` and Serve's own health checks. Every other rule is blind to this replica.",
+        summary=f"{WHERE}: {{{{ $labels.instance }}}} does not respond to Prometheus",
+        runbook="The replica's exporter is listed in the folder of targets but does not respond. If clients get "
+        "responses from it, only the exporter or the network between is broken. If not, the replica is dead or its "
+        "node is gone: see `ray status` and Serve's own health checks. No other rule sees this replica.",
     )

@@ -1,4 +1,4 @@
-"""What `paceline dashboards install` and `render` do: options in, lines on the terminal and an exit status out."""
+"""The actions of `paceline dashboards`: options in, lines on the terminal and an exit status out."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dashboards.render import PACKAGE, boards, stale, write
 
 
 def install(options: argparse.Namespace) -> int:
-    """Put the dashboards into a Grafana; prints their addresses."""
+    """Write the dashboards into a Grafana and print their addresses. Returns the exit status."""
     token = options.token or os.environ.get("GRAFANA_TOKEN")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
         if not options.grafana.startswith(("http://", "https://")):
-            raise InstallError(f"--grafana: {options.grafana!r} given; needed is an address such as http://host:3000")
+            raise InstallError(f"--grafana: {options.grafana!r} given; allowed: an address such as http://host:3000")
         with httpx.Client(base_url=options.grafana, headers=headers, timeout=options.timeout) as client:
             paths = install_into(client, [to_json(board) for board in boards()], version=version("paceline"))
             for path in paths:
@@ -33,7 +33,7 @@ def install(options: argparse.Namespace) -> int:
 
 
 def render(options: argparse.Namespace) -> int:
-    """Write the files, or with --check say which are not current."""
+    """Write the files, or with --check report those that are not current. Returns the exit status."""
     folder = options.out or PACKAGE
     if not options.check:
         for path in write(folder):

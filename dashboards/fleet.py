@@ -1,6 +1,6 @@
-"""The Fleet board: every replica beside the others, and how many there are.
+"""The Fleet board: the replicas side by side, and their number.
 
-Owns the choice and words of its panels. Queries come from the declarations; `up` is Prometheus's own.
+Owns the choice and text of its panels. Queries come from the declarations; `up` is a series of Prometheus.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def _overview(scope: Scope) -> Row:
         "Replicas",
         (
             Panel(
-                title="Replicas that answer",
+                title="Replicas that respond",
                 unit="short",
-                description="Scrape targets that answer; the autoscaler moves this.",
+                description="Scrape targets that respond. The autoscaler changes their number.",
                 queries=(Query(f"sum by (app) (up{{{scope.selector}}})", "short", "{{app}}"),),
                 width=6,
                 height=9,
@@ -39,7 +39,7 @@ def _overview(scope: Scope) -> Row:
             Panel(
                 title="Overview",
                 unit="short",
-                description="One line per replica, as of now.",
+                description="Current values, one line per replica.",
                 queries=(
                     scope.gauge("running_requests", "replica", legend="running"),
                     scope.gauge("waiting_requests", "replica", legend="waiting"),
@@ -61,21 +61,23 @@ def _scaling(scope: Scope) -> Row:
         "Number of replicas",
         (
             Panel(
-                title="Replicas wanted and there",
+                title="Replicas desired and present",
                 unit="short",
-                description="What the autoscaling policy wants, or what is set, against those that answer.",
+                description="Number that the autoscaling policy or the settings ask for, and number of replicas that "
+                "respond.",
                 queries=(
-                    scope.gauge("desired_replicas", "app", over="max", legend="{{app}} wanted"),
-                    Query(f"sum by (app) (up{{{scope.selector}}})", "short", "{{app}} there"),
+                    scope.gauge("desired_replicas", "app", over="max", legend="{{app}} desired"),
+                    Query(f"sum by (app) (up{{{scope.selector}}})", "short", "{{app}} present"),
                 ),
                 width=12,
                 decimals=0,
             ),
             Panel(
-                title="Why that many",
+                title="Reason of the number",
                 unit="short",
-                description="slow, queue: more are wanted. spare: fewer would do. unreachable: even a request alone "
-                "takes longer per token than the objective; raise it, or give each replica more.",
+                description="slow, queue: more replicas are needed. spare: fewer are enough. unreachable: a token "
+                "takes longer than the objective even at a batch of one; raise the objective, or give each replica "
+                "more resources.",
                 queries=(scope.gauge("scaling_reason", "app", "reason", over="max", legend="{{app}} {{reason}}"),),
                 shape="stacked",
                 width=12,
@@ -92,37 +94,38 @@ def _load(scope: Scope) -> Row:
             Panel(
                 title="Running",
                 unit="short",
-                description="Requests in each replica's batch. One far above the others: routing is uneven.",
+                description="Requests in the batch of each replica. One far above the others means that routing is "
+                "uneven.",
                 queries=(scope.declared("running_requests", REPLICA),),
             ),
             Panel(
                 title="Waiting",
                 unit="short",
-                description="Requests in each replica's queue.",
+                description="Requests in the queue of each replica.",
                 queries=(scope.declared("waiting_requests", REPLICA),),
             ),
             Panel(
                 title="Tokens",
                 unit="tokens/s",
-                description="Sent to clients.",
+                description="Tokens sent to clients.",
                 queries=(scope.rate("generated_tokens_total", "replica", legend=REPLICA),),
             ),
             Panel(
                 title="Time to first token, p95",
                 unit="s",
-                description="A slow replica in a fast fleet has a neighbour on its device or on its cores.",
+                description="One slow replica shares its device or its cores with another load.",
                 queries=(scope.quantile(0.95, "ttft_seconds", "replica", legend=REPLICA),),
             ),
             Panel(
                 title="Step duration, mean",
                 unit="s",
-                description="Whole steps.",
+                description="Duration of whole steps.",
                 queries=(scope.mean("step_seconds", "replica", legend=REPLICA),),
             ),
             Panel(
                 title="KV blocks in use",
                 unit="percentunit",
-                description="Used over all blocks, per cache.",
+                description="Used over all KV blocks, by cache.",
                 queries=(kv_use(scope, "replica"),),
                 maximum=1,
             ),
@@ -137,7 +140,8 @@ def _drafts(scope: Scope) -> Row:
             Panel(
                 title="Draft attached",
                 unit="short",
-                description="1 while a draft is attached or none is needed; 0 while it is down and K is 0 for all.",
+                description="1 while a draft is attached or none is needed; 0 while it is down and K is 0 for all "
+                "requests.",
                 queries=(scope.declared("draft_up", REPLICA),),
                 maximum=1,
                 decimals=0,
@@ -146,7 +150,7 @@ def _drafts(scope: Scope) -> Row:
             Panel(
                 title="Draft memory against its cap",
                 unit="bytes",
-                description="Weights and KV pool of the draft, and what they may take.",
+                description="Memory of the draft's weights and KV pool, and its upper bound.",
                 queries=(
                     scope.declared("draft_memory_bytes", f"{REPLICA} used"),
                     scope.declared("draft_memory_cap_bytes", f"{REPLICA} cap"),
@@ -155,7 +159,8 @@ def _drafts(scope: Scope) -> Row:
             Panel(
                 title="Acceptance rate",
                 unit="percentunit",
-                description="A replica below the others serves other traffic, or its draft is not that of its target.",
+                description="A replica below the others has other traffic, or a draft that does not belong to its "
+                "target.",
                 queries=(scope.ratio("accepted_tokens_total", "drafted_tokens_total", "replica", legend=REPLICA),),
                 maximum=1,
                 width=10,
@@ -171,7 +176,7 @@ def _health(scope: Scope) -> Row:
             Panel(
                 title="Restarts",
                 unit="short",
-                description="Drafts and controllers replaced after they died or hung.",
+                description="Drafts and controllers that were replaced after they died or hung.",
                 queries=(scope.growth("restarts_total", "replica", "process", legend=f"{REPLICA} {{{{process}}}}"),),
                 shape="stacked",
                 width=12,
@@ -179,7 +184,7 @@ def _health(scope: Scope) -> Row:
             Panel(
                 title="Uptime",
                 unit="s",
-                description="Since the replica became ready.",
+                description="Time since the replica became ready.",
                 queries=(_uptime(scope, REPLICA),),
                 width=12,
             ),

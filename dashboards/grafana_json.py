@@ -1,6 +1,6 @@
 """Boards as Grafana's dashboard JSON, built by the Grafana Foundation SDK.
 
-Owns the look: which visualisation a shape is, legends, units, grid, template variables. Knows nothing of what is shown.
+Owns the look: visualisation of each shape, legends, units, grid, template variables. Knows nothing of what is shown.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ UNITS: dict[Unit, str] = {
 SELECTOR = ", ".join(f'{label}=~"${label}"' for label in COMMON_LABELS)
 WINDOW = "$__rate_interval"
 SERIES_OF_VARIABLES = "paceline_running_requests"
-"""Every replica has exactly one, from its start."""
+"""A series that every replica has exactly once from its start. It supplies the values of the template variables."""
 
 AnyPanel = timeseries.Panel | stat.Panel | bargauge.Panel | heatmap.Panel | table.Panel
 
 
 class _PrometheusEvents(models.AnnotationQuery):
-    """The SDK's annotation query with the three fields that Prometheus's own needs and the SDK does not model."""
+    """The SDK's annotation query with the three fields that Prometheus needs and the SDK does not model."""
 
     def __init__(self, events: Annotation) -> None:
         super().__init__(name=events.name, datasource=SOURCE, icon_color=events.color, expr=events.expr)
@@ -56,7 +56,7 @@ class _Events(dashboard.AnnotationQuery):
 
 
 def to_json(board: Board) -> dict[str, Any]:
-    """Grafana's JSON model of a board, as plain values."""
+    """Grafana's JSON model of a board as plain values."""
     builder = (
         dashboard.Dashboard(board.title)
         .uid(board.uid)
@@ -170,7 +170,7 @@ def _lines(panel: Panel) -> timeseries.Panel:
 
 
 def _table(panel: Panel) -> table.Panel:
-    """Instant queries side by side, one line per series; each column has its query's unit."""
+    """Instant queries side by side, one line per series. Each column has the unit of its query."""
     names = {f"Value #{chr(ord('A') + i)}": query.legend for i, query in enumerate(panel.queries)}
     builder = table.Panel().with_transformation(models.DataTransformerConfig(id_val="merge", options={}))
     tidy = {"excludeByName": {"Time": True}, "renameByName": names}

@@ -1,7 +1,7 @@
-"""Puts rendered dashboards into a running Grafana through its HTTP API.
+"""Writes rendered dashboards into a running Grafana through its HTTP API.
 
-Owns the calls and the words for what can go wrong with them. Knows nothing of what a dashboard shows. Installing twice
-is the same as once: the folder is kept and the dashboards, known by their uid, are overwritten.
+Owns the calls and the messages of their errors. Knows nothing of what a dashboard shows. Installing twice is the same
+as once: the folder is kept, and the dashboards are overwritten by their uid.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ FOLDER_UID, FOLDER_TITLE = "paceline", "Paceline"
 
 
 class InstallError(Exception):
-    """Grafana could not be reached or refused; the message says what to do."""
+    """Grafana could not be reached or refused a call; the message says what to do."""
 
 
 def install(client: httpx.Client, dashboards: Iterable[Mapping[str, Any]], *, version: str) -> list[str]:
     """Create the folder where it is missing and write every dashboard into it.
 
     Args:
-        client: with Grafana's address as `base_url` and, where needed, credentials.
+        client: has Grafana's address as `base_url`, and credentials where needed.
         dashboards: Grafana dashboard JSON, each with a `uid` and a `title`.
-        version: named in the dashboards' version history.
+        version: of Paceline, for the version history of the dashboards.
 
     Returns:
         Paths of the dashboards below Grafana's address, in order.
 
     Raises:
-        InstallError: Grafana is not there, does not accept the credentials, or refuses a dashboard.
+        InstallError: Grafana is not reachable, does not accept the credentials, or refuses a dashboard.
     """
     _ensure_folder(client)
     paths = []
@@ -42,8 +42,8 @@ def install(client: httpx.Client, dashboards: Iterable[Mapping[str, Any]], *, ve
             "overwrite": True,
             "message": f"paceline {version}",
         }
-        answer = _body(_call(client, "POST", "/api/dashboards/db", what, json=message), what)
-        paths.append(str(answer.get("url", f"/d/{dashboard['uid']}")))
+        response = _body(_call(client, "POST", "/api/dashboards/db", what, json=message), what)
+        paths.append(str(response.get("url", f"/d/{dashboard['uid']}")))
     return paths
 
 
@@ -52,7 +52,7 @@ def _ensure_folder(client: httpx.Client) -> None:
     if _call(client, "GET", f"/api/folders/{FOLDER_UID}", what, allowed=(404,)).status_code != 404:
         return
     folder = {"uid": FOLDER_UID, "title": FOLDER_TITLE}
-    # 409 and 412: somebody else created it between the two calls.
+    # 409 and 412: another client created the folder between the two calls.
     _call(client, "POST", "/api/folders", what, json=folder, allowed=(409, 412))
 
 
@@ -62,7 +62,7 @@ def _call(
     try:
         response = client.request(method, path, json=json)
     except httpx.TransportError as error:
-        raise InstallError(f"--grafana: no answer from {_address(client)}: {error or type(error).__name__}") from None
+        raise InstallError(f"--grafana: no response from {_address(client)}: {error or type(error).__name__}") from None
     if response.is_success or response.status_code in allowed:
         return response
     raise InstallError(_explain(client, response, what))
@@ -75,10 +75,10 @@ def _explain(client: httpx.Client, response: httpx.Response, what: str) -> str:
     if status == 403:
         return f"--token: not allowed to write {what} on {address}; the account needs the role Editor or Admin"
     if response.is_redirect:
-        return f"--grafana: {address} sends to {response.headers.get('location')}; give that address instead"
+        return f"--grafana: {address} redirects to {response.headers.get('location')}; give that address instead"
     if status == 404:
         return f"--grafana: {address} has no {response.request.url.path}; is it the address of a Grafana?"
-    return f"{what}: {address} answered {status}: {_reason(response)}"
+    return f"{what}: {address} responded with {status}: {_reason(response)}"
 
 
 def _body(response: httpx.Response, what: str) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def _body(response: httpx.Response, what: str) -> dict[str, Any]:
     except ValueError:
         body = None
     if not isinstance(body, dict):
-        raise InstallError(f"{what}: {response.request.url.copy_with(userinfo=b'')} did not answer as Grafana does")
+        raise InstallError(f"{what}: {response.request.url.copy_with(userinfo=b'')} did not respond as Grafana does")
     return body
 
 

@@ -1,6 +1,6 @@
-"""The metrics' declarations for people: a table in the terminal, and the page in docs.
+"""The declarations of the metrics as text: a table in the terminal, and the page in docs.
 
-Owns the wording around the declarations and nothing of their content.
+Owns the text around the declarations, not their content.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def metrics_lines(metrics: Sequence[Metric] = METRICS) -> list[str]:
 
 
 def metrics_markdown(metrics: Sequence[Metric] = METRICS) -> str:
-    """The page."""
+    """The page `docs/metrics.md`."""
     parts = [_INTRO.format(common=", ".join(f"`{name}`" for name in COMMON_LABELS))]
     for group, title in _TITLES.items():
         parts.append(f"\n## {title}\n")

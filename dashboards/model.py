@@ -1,6 +1,6 @@
-"""What a dashboard is here: rows of panels with queries, as frozen values.
+"""Dashboards as frozen values: boards of rows of panels with queries, and alerts.
 
-Owns the vocabulary of boards. Knows neither Grafana's JSON (`grafana_json`) nor how a query is put together (`promql`).
+Owns the types only. Knows neither Grafana's JSON (`grafana_json`) nor how a query is built (`promql`).
 A query carries the unit of its value, so that a panel cannot show seconds as percent.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Unit = Literal["s", "bytes", "percentunit", "short", "ops", "tokens/s", "x"]
-"""seconds, bytes, ratio of one, count, events per second, tokens per second, a factor."""
+"""Seconds, bytes, share of one, count, events per second, tokens per second, factor."""
 Shape = Literal["lines", "stacked", "number", "bars", "heatmap", "table"]
 GRID_WIDTH = 24
 
@@ -27,24 +27,24 @@ class Query:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One picture. All its queries share its unit."""
+    """One visualisation. All its queries have its unit, except in a table."""
 
     title: str
     unit: Unit
     description: str
-    """What it answers, and what to do about a bad value."""
+    """What the panel shows, and what to do about a bad value."""
     queries: tuple[Query, ...]
     shape: Shape = "lines"
     width: int = 8
-    """Of 24 columns."""
+    """Width in columns out of 24."""
     height: int = 8
     minimum: float | None = 0
     maximum: float | None = None
     decimals: int | None = None
     warn_above: float | None = None
-    """Drawn in red from here on."""
+    """Value from which the panel is drawn in red."""
     warn_below: float | None = None
-    """Drawn in red below this."""
+    """Value below which the panel is drawn in red."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.width <= GRID_WIDTH:
@@ -65,7 +65,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """Events drawn as vertical lines over every panel: wherever `expr` is above zero."""
+    """Events that are drawn as vertical lines over every panel, wherever `expr` is above zero."""
 
     name: str
     expr: str
@@ -86,7 +86,7 @@ class Board:
 
     @property
     def name(self) -> str:
-        """File name without ending."""
+        """Name of the file without its extension."""
         return self.uid.removeprefix("paceline-")
 
     @property
@@ -102,8 +102,8 @@ class Alert:
     name: str
     expr: str
     for_: str
-    """How long it must hold, as a Prometheus duration."""
+    """How long the condition must hold, as a Prometheus duration."""
     severity: Literal["page", "ticket"]
     summary: str
     runbook: str
-    """What it means, what to look at, what to do: in sentences."""
+    """What the alert means, what to look at and what to do, in full sentences."""

@@ -1,8 +1,8 @@
 """Queries over declared metrics.
 
-Owns how a declaration becomes PromQL: its own query where that is the question, otherwise a rate, mean, quantile or
-ratio split by labels that the metric really has. Each query carries the unit of its value, derived from the
-declaration. Knows no panel. Counters enter only through rate() or increase(), ratios only of summed counters.
+Owns the way from a declaration to PromQL: the query that the declaration brings, or a rate, mean, quantile or ratio
+split by labels that the metric has. Each query carries the unit of its value, derived from the declaration. Counters
+are used only through rate() or increase(), and ratios only of summed counters. Knows no panel.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ def metric(name: str) -> Metric:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Which series, and over what range rates are taken."""
+    """The series of a query, and the range over which its rates are taken."""
 
     selector: str = ""
     """Label matchers, without braces."""
     window: str = "5m"
+    """Range of rates, as a Prometheus duration."""
 
     def declared(self, name: str, legend: str = "") -> Query:
-        """The query that the declaration itself brings."""
+        """The query that the declaration brings."""
         declaration = metric(name)
         expr = declaration.query(selector=self.selector, window=self.window)
         return Query(expr, declared_unit(declaration), legend)
 
     def series(self, name: str, suffix: str = "", where: str = "") -> str:
-        """Selector of one metric's series."""
+        """Selector of the series of one metric."""
         matchers = ", ".join(part for part in (where, self.selector) if part)
         return f"{metric(name).name}{suffix}" + (f"{{{matchers}}}" if matchers else "")
 
@@ -59,7 +60,7 @@ class Scope:
         return Query(expr, PER_SECOND.get(unit, "ops"), legend)
 
     def ratio(self, above: str, below: str, *by: str, legend: str = "") -> Query:
-        """Ratio of two counters' rates, summed over everything but `by` first."""
+        """Ratio of the rates of two counters, each summed over all labels but `by` first."""
         unit = _ratio_unit(metric(above).unit, metric(below).unit)
         return Query(f"{self.rate(above, *by).expr} / {self.rate(below, *by).expr}", unit, legend)
 
@@ -83,14 +84,14 @@ class Scope:
         return Query(expr, VALUE.get(metric(name).unit, "short"), "{{le}}")
 
     def gauge(self, name: str, *by: str, over: str = "sum", legend: str = "") -> Query:
-        """Current value, combined by `over` (sum, min, max) across everything but `by`."""
+        """Current value, combined by `over` (sum, min, max) over all labels but `by`."""
         declaration = _checked(name, by)
         if declaration.kind != "gauge":
             raise ValueError(f"value of {declaration.name}: it is a {declaration.kind}, not a gauge")
         return Query(f"{over}{_by(by)} ({self.series(name)})", VALUE.get(declaration.unit, "short"), legend)
 
     def growth(self, name: str, *by: str, legend: str = "") -> Query:
-        """How often a counter moved within the range."""
+        """Increase of a counter within the range."""
         declaration = _checked(name, by)
         if declaration.kind != "counter":
             raise ValueError(f"growth of {declaration.name}: it is a {declaration.kind}, not a counter")
@@ -98,7 +99,7 @@ class Scope:
 
 
 def names_in(expr: str) -> set[str]:
-    """Declared metrics that an expression reads, by the name they are declared under."""
+    """Declared names of the metrics that an expression reads."""
     found = set()
     for name in re.findall(r"\b(?:paceline_|vllm:)\w+", expr):
         base = re.sub(r"_(bucket|sum|count)$", "", name)
@@ -107,7 +108,7 @@ def names_in(expr: str) -> set[str]:
 
 
 def declared_unit(declaration: Metric) -> Unit:
-    """Unit of what `declaration.promql` yields."""
+    """Unit of the value of `declaration.promql`."""
     query = declaration.promql
     if "increase(" in query:
         return "short"

@@ -1,6 +1,6 @@
 """The files that Grafana and Prometheus read, from the boards and alerts in this package.
 
-Owns which files there are and their exact bytes, so that a test can hold the committed ones to them.
+Owns the list of files and their exact content, so that a test can compare the committed files with it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ HEADER = "# Rendered from dashboards/alerts.py by `paceline dashboards render`; 
 
 
 def boards() -> tuple[Board, ...]:
-    """The dashboards, over the template variables."""
+    """The dashboards, with Grafana's template variables as their scope."""
     scope = Scope(SELECTOR, WINDOW)
     return speculation.board(scope), serving.board(scope), fleet.board(scope)
 
 
 def rendered() -> dict[Path, str]:
-    """Content of every file, by its path below the package folder."""
+    """Content of every file by its path below the package folder."""
     files = {
         Path("rendered", f"{board.name}.json"): json.dumps(to_json(board), indent=1, ensure_ascii=False) + "\n"
         for board in boards()
@@ -37,7 +37,7 @@ def rendered() -> dict[Path, str]:
 
 
 def stale(folder: Path = PACKAGE) -> list[Path]:
-    """Files in `folder` that are missing or not what would be rendered now, and dashboards that no board renders."""
+    """Paths in `folder` that are missing, outdated, or dashboards that no board renders."""
     files = rendered()
     differing = [path for path, text in files.items() if _read(folder / path) != text]
     extra = [path.relative_to(folder) for path in sorted(folder.glob("rendered/*.json"))]

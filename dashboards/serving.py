@@ -1,6 +1,6 @@
 """The Serving board: latencies, load, errors and the KV cache.
 
-Owns the choice and words of its panels. Queries come from the declarations.
+Owns the choice and text of its panels. Queries come from the declarations.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def board(scope: Scope) -> Board:
     return Board(
         uid="paceline-serving",
         title="Paceline / Serving",
-        description="What clients see, what waits, what fails, and how full the KV cache is.",
+        description="Latencies, queue, errors and use of the KV cache.",
         rows=(_latency(scope), _load(scope), _errors(scope), _cache(scope)),
         annotations=(switches(scope),),
     )
@@ -45,19 +45,19 @@ def _latency(scope: Scope) -> Row:
                 title="Inter-token latency",
                 unit="s",
                 description="Time between two messages of a stream. With speculation one message carries several "
-                "tokens, so read it beside the time per output token.",
+                "tokens, so compare it with the time per output token.",
                 queries=_percentiles(scope, "itl_seconds"),
             ),
             Panel(
                 title="Time per output token",
                 unit="s",
-                description="After the first token, mean of each request.",
+                description="Mean time per token of each request, after the first one.",
                 queries=_percentiles(scope, "tpot_seconds"),
             ),
             Panel(
                 title="End to end",
                 unit="s",
-                description="From arrival to the last token; it grows with the length of answers.",
+                description="From arrival to the last token; it grows with the length of responses.",
                 queries=_percentiles(scope, "e2e_seconds"),
             ),
             Panel(
@@ -84,8 +84,8 @@ def _load(scope: Scope) -> Row:
             Panel(
                 title="Running and waiting",
                 unit="short",
-                description="Requests in the batch and in the queue. A queue that grows while running stands still "
-                "asks for another replica or for more KV blocks.",
+                description="Requests in the batch and in the queue. A queue that grows while the number of running "
+                "requests is constant needs another replica or more KV blocks.",
                 queries=(
                     scope.gauge("running_requests", legend="running"),
                     scope.gauge("waiting_requests", legend="waiting"),
@@ -128,15 +128,15 @@ def _errors(scope: Scope) -> Row:
             Panel(
                 title="Rejected",
                 unit="ops",
-                description="Refused before they entered: the queue was full, or the engine not available.",
+                description="Requests refused at admission, by cause.",
                 queries=(scope.declared("rejected_total", "{{cause}}"),),
                 shape="stacked",
             ),
             Panel(
                 title="Preemptions",
                 unit="ops",
-                description="Running requests sent back for lack of KV blocks; each computes its tokens again. More "
-                "than a few per minute: lower max_num_requests or give the KV cache more.",
+                description="Running requests that lost their KV blocks for lack of free ones; they compute their "
+                "tokens again. More than a few per minute: lower max_num_requests or enlarge the KV cache.",
                 queries=(scope.declared("preemptions_total", "preemptions"),),
             ),
         ),
@@ -170,14 +170,15 @@ def _cache(scope: Scope) -> Row:
             Panel(
                 title="Evictions",
                 unit="ops",
-                description="Cached blocks overwritten per second. Harmless while the prefix-cache hit rate holds.",
+                description="Cached blocks overwritten per second. Harmless while the prefix-cache hit rate stays "
+                "constant.",
                 queries=(scope.declared("kv_evictions_total", "{{cache}}"),),
                 width=6,
             ),
             Panel(
                 title="Prefix-cache hit rate",
                 unit="percentunit",
-                description="Prompt tokens that need not be computed.",
+                description="Share of prompt tokens taken from the prefix cache.",
                 queries=(scope.declared("prefix_cache_hit_tokens_total", "hit rate"),),
                 maximum=1,
                 width=6,

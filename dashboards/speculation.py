@@ -1,6 +1,6 @@
-"""The Speculation board: what K is and why, what it gains, how well the draft is believed, where a step's time goes.
+"""The Speculation board: K and its reasons, the gain, acceptance, and the time of a step by phase.
 
-Owns the choice and words of its panels. Queries come from the declarations.
+Owns the choice and text of its panels. Queries come from the declarations.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def board(scope: Scope) -> Board:
     return Board(
         uid="paceline-speculation",
         title="Paceline / Speculation",
-        description="How far ahead the draft runs, why, and what that gains over not drafting at all.",
+        description="K, its reasons, and the gain over decoding without drafts.",
         rows=(_gain(scope), _pace(scope), _acceptance(scope), _time(scope)),
         annotations=(switches(scope),),
     )
@@ -27,7 +27,7 @@ def _gain(scope: Scope) -> Row:
             title="Gain over K = 0",
             unit="x",
             description="Realised goodput over the cost model's goodput of the same steps without drafting. Below 1, "
-            "speculation costs more than it gives; the policy should then switch it off by itself.",
+            "speculation costs more than it gains; the policy should then switch it off.",
             queries=(gain(scope),),
             shape="number",
             width=6,
@@ -38,8 +38,8 @@ def _gain(scope: Scope) -> Row:
         Panel(
             title="Acceptance rate",
             unit="percentunit",
-            description="Accepted over verified draft tokens. What is enough depends on the draft's cost: it must "
-            "exceed the time of a draft step over that of a target step.",
+            description="Accepted over verified draft tokens. Drafting pays where it exceeds the time of a draft "
+            "pass over the time of a target step.",
             queries=(scope.declared("accepted_tokens_total"),),
             shape="number",
             width=6,
@@ -49,7 +49,7 @@ def _gain(scope: Scope) -> Row:
         Panel(
             title="Tokens per request and step",
             unit="short",
-            description="1 is plain decoding; the most is K + 1.",
+            description="1 is decoding without drafts; the largest value is K + 1.",
             queries=(scope.declared("emitted_tokens_total"),),
             shape="number",
             width=6,
@@ -71,8 +71,8 @@ def _gain(scope: Scope) -> Row:
         Panel(
             title="Goodput against K = 0",
             unit="tokens/s",
-            description="Decode-only steps: what was realised, what the cost model predicted, and what it predicts "
-            "for the same steps at K = 0. Realised under K = 0 for long means that drafting does not pay.",
+            description="Steps without prompts: realised goodput, predicted goodput, and the goodput predicted for "
+            "the same steps at K = 0. Realised goodput below that of K = 0 for long means that drafting does not pay.",
             queries=(
                 scope.declared("realised_tokens_total", "realised"),
                 scope.declared("predicted_tokens_total", "predicted"),
@@ -83,8 +83,8 @@ def _gain(scope: Scope) -> Row:
         Panel(
             title="Cost-model error",
             unit="percentunit",
-            description="Relative error of the predicted duration of single steps. A high median makes the choice of "
-            "K a guess: look for another load on the device.",
+            description="Relative error of the predicted duration of single steps. With a high median K is "
+            "chosen by wrong costs: look for another load on the device.",
             queries=(
                 scope.declared("cost_error_ratio", "median"),
                 scope.quantile(0.9, "cost_error_ratio", legend="p90"),
@@ -94,8 +94,8 @@ def _gain(scope: Scope) -> Row:
         Panel(
             title="Predicted and realised step time",
             unit="percentunit",
-            description="Share of the wall clock that decode-only steps took, as predicted and as it was, and as it "
-            "would have been at K = 0.",
+            description="Share of wall-clock time taken by steps without prompts: realised, predicted, and predicted "
+            "at K = 0.",
             queries=(
                 scope.rate("realised_seconds_total", legend="realised"),
                 scope.rate("predicted_seconds_total", legend="predicted"),
@@ -122,11 +122,11 @@ def _pace(scope: Scope) -> Row:
                 decimals=1,
             ),
             Panel(
-                title="Why K is what it is",
+                title="Reasons of K",
                 unit="ops",
-                description="Requests per step and second by the reason of their K: the policy's own choice, batch, "
-                "acceptance, memory, the client's cap, catching up, draft down, probe. `memory` or `draft_down` in "
-                "quantity is a fault, the others are decisions.",
+                description="Requests per step and second by the reason of their K: the policy's choice, batch, "
+                "acceptance, memory, the limit of the client, catching up, draft down, probe. Many `memory` or "
+                "`draft_down` are a fault; the others are decisions.",
                 queries=(scope.declared("k_reasons_total", "{{reason}}"),),
                 shape="stacked",
             ),
@@ -140,8 +140,8 @@ def _pace(scope: Scope) -> Row:
             Panel(
                 title="Switches",
                 unit="short",
-                description="Times that drafting went on or off, by cause. Many in a minute mean that the policy sits "
-                "on its threshold.",
+                description="Changes between drafting and not drafting, by cause. Many per minute mean that the gain "
+                "is close to the threshold.",
                 queries=(scope.declared("switches_total", "{{cause}}"),),
                 shape="stacked",
                 width=6,
@@ -149,15 +149,15 @@ def _pace(scope: Scope) -> Row:
             Panel(
                 title="Probes",
                 unit="short",
-                description="Looks at whether off is still right. None while drafting is off for long means that it "
-                "cannot come back by itself.",
+                description="Drafts for a few steps while drafting is off, to measure acceptance again. Without probes "
+                "drafting cannot be switched on again.",
                 queries=(scope.declared("probes_total", "probes"),),
                 width=6,
             ),
             Panel(
                 title="Decoding requests per step",
                 unit="short",
-                description="The batch, to which the best K falls.",
+                description="Size of the batch. The best K falls with it.",
                 queries=(
                     scope.declared("batch_requests", "mean"),
                     scope.quantile(0.95, "batch_requests"),
@@ -167,8 +167,8 @@ def _pace(scope: Scope) -> Row:
             Panel(
                 title="Plan version",
                 unit="short",
-                description="Rises as the controller refreshes the plan; a flat line on one replica only means that "
-                "it does not hear the controller.",
+                description="Rises with every change of the plan. One replica below the others does not reach the "
+                "controller.",
                 queries=(scope.declared("plan_version", "{{replica}}"),),
                 width=6,
             ),
@@ -184,15 +184,15 @@ def _acceptance(scope: Scope) -> Row:
             Panel(
                 title="Acceptance by position",
                 unit="percentunit",
-                description="Accepted over reached draft tokens at each position. Even lines are a good draft; a steep "
-                "fall makes a long draft useless.",
+                description="Accepted over reached draft tokens at each position. A steep fall over the positions "
+                "means that long drafts do not pay.",
                 queries=(by_position,),
                 maximum=1,
             ),
             Panel(
                 title="Acceptance by position, now",
                 unit="percentunit",
-                description="The same, as bars.",
+                description="Current acceptance rate at each position.",
                 queries=(by_position,),
                 shape="bars",
                 maximum=1,
@@ -219,7 +219,8 @@ def _acceptance(scope: Scope) -> Row:
             Panel(
                 title="Drafts and verdicts",
                 unit="ops",
-                description="Verdicts are requests that a step gave a token; drafts are those that were drafted for.",
+                description="Verdicts count requests that got a token in a step; drafts count those among them that "
+                "had a draft.",
                 queries=(
                     scope.declared("drafts_total", "drafts"),
                     scope.declared("verdicts_total", "verdicts"),
@@ -237,21 +238,21 @@ def _time(scope: Scope) -> Row:
             Panel(
                 title="Share of time by phase",
                 unit="percentunit",
-                description="Seconds per second and replica group in schedule, draft, handoff, verify, sample.",
+                description="Seconds per second spent in schedule, draft, handoff, verify and sample.",
                 queries=(scope.declared("phase_seconds", "{{phase}}"),),
                 shape="stacked",
             ),
             Panel(
                 title="Phase duration",
                 unit="s",
-                description="Mean duration; draft and handoff count only steps that asked a draft. A handoff above a "
-                "millisecond means that the two processes fight for a core.",
+                description="Mean duration; draft and handoff count only steps with a draft request. A handoff above "
+                "a millisecond means that the two processes compete for a core.",
                 queries=(scope.mean("phase_seconds", "phase", legend="{{phase}}"),),
             ),
             Panel(
                 title="Step duration",
                 unit="s",
-                description="Whole steps, prefill included.",
+                description="Duration of whole steps, prefill included.",
                 queries=(
                     scope.declared("step_seconds", "mean"),
                     scope.quantile(0.5, "step_seconds"),
@@ -262,7 +263,7 @@ def _time(scope: Scope) -> Row:
             Panel(
                 title="Steps",
                 unit="ops",
-                description="Steps of the loop per second; 0 with requests running is a hung engine.",
+                description="Steps of the loop per second; 0 while requests are running means that the engine hangs.",
                 queries=(scope.declared("steps_total", "steps"),),
                 width=4,
             ),

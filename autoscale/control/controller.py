@@ -1,8 +1,8 @@
-"""The controller: hears from every engine of an app, and publishes the plan they all follow.
+"""The controller: takes reports from every engine of an app, and publishes the plan they all follow.
 
-Owns the plan, what each engine last reported, and what they all have learnt of their drafts. A plain class;
-`deployments` makes it a named actor. It holds nothing that cannot be lost: engines keep the last plan, with its priors,
-when it dies, and tell a new one everything with their next report.
+Owns the plan, the last report of each engine, and the pooled priors. A plain class; `deployments` makes it a named
+actor. It may die at any time: engines keep the last plan with its priors, and a new controller takes them over with the
+next report.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from engine.config import PolicyName, SpeculativeConfig
 from engine.core.pacing import SpeculationPlan
 
 PRIORS_PERIOD_S = 1.0
-"""How often new priors go out."""
+"""Seconds between two updates of the priors in the plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """What one engine last said."""
+    """The last report of one engine."""
 
     observation: Observation
+    """Sums since the report before."""
     received_s: float
-    """Monotonic time."""
+    """Monotonic time at which the report arrived, in seconds."""
 
 
 def initial_plan(config: SpeculativeConfig) -> SpeculationPlan:
-    """The plan an engine starts with, from its settings."""
+    """The plan that an engine starts with, from its settings."""
     policy = "off" if config.method == "none" or config.k == 0 else config.policy
     return SpeculationPlan(version=1, policy=policy, max_k=config.k, max_batch=config.threshold_max_batch)
 
 
 class Controller:
-    """Gathers observations, publishes plans.
+    """Collects observations and publishes plans.
 
     Args:
         plan: the first plan.
@@ -54,10 +55,13 @@ class Controller:
         self._replicas: ReplicaDecision | None = None
 
     def report(self, engine_id: str, observation: Observation, plan: SpeculationPlan | None = None) -> SpeculationPlan:
-        """Take what an engine did since its last report; answer with the plan in force.
+        """Take a report and return the plan in force.
 
         Args:
-            plan: that the engine follows. A newer one than ours comes from the controller before this one.
+            engine_id: of the engine that reports.
+            observation: sums since its last report.
+            plan: the plan that the engine follows. One with a higher version comes from an earlier controller and is
+                taken over.
         """
         self._reports[engine_id] = EngineReport(observation, time.monotonic())
         if plan is not None and plan.version > self._plan.version:
@@ -69,7 +73,7 @@ class Controller:
     def _learn(self, observation: Observation, plan: SpeculationPlan | None) -> None:
         if self._pool.is_empty and plan is not None:
             self._pool.adopt(plan.priors)
-        self._pool.add(observation.by_kind)
+        self._pool.add(observation.by_draft_class)
         now_s = time.monotonic()
         if now_s - self._pooled_s >= PRIORS_PERIOD_S:
             self._pooled_s = now_s
@@ -83,25 +87,26 @@ class Controller:
         max_batch: int | None = None,
         enabled: bool | None = None,
     ) -> SpeculationPlan:
-        """Change what is given, for every engine from its next report on; answers with the new plan."""
+        """Change the given fields for every engine from its next report on, and return the new plan."""
         given = {"policy": policy, "max_k": max_k, "max_batch": max_batch, "enabled": enabled}
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         self._plan = replace(self._plan, version=self._plan.version + 1, **changes)
         return self._plan
 
     def plan(self) -> SpeculationPlan:
+        """The plan in force."""
         return self._plan
 
     def scaled(self, decision: ReplicaDecision) -> None:
-        """Note what was decided of the number of replicas."""
+        """Keep the last decision on the number of replicas."""
         self._replicas = decision
 
     def replicas(self) -> ReplicaDecision | None:
-        """What was decided last; None when nobody decides."""
+        """The last decision on the number of replicas; None where the number is fixed."""
         return self._replicas
 
     def history(self, since_s: float) -> HistoryView:
-        """The last minutes of all engines, from a unix time on."""
+        """The last minutes of all engines, from a Unix time on."""
         return self._history.view(since_s, self._plan, time.time())
 
     def reports(self) -> dict[str, EngineReport]:

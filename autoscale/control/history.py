@@ -1,7 +1,7 @@
-"""The last minutes of every engine of an app, second by second: what the live page draws.
+"""The last minutes of all engines of an app, second by second, for the live page.
 
-Owns how much is kept and how reports become seconds. Sums only, so that engines and seconds can be added; ratios are
-formed where they are shown. Its clock is the caller's.
+Owns how much is kept and how reports are added up by second. Keeps sums only, so that engines and seconds can be added;
+the page forms the ratios. Its clock is the caller's.
 """
 
 from __future__ import annotations
@@ -13,40 +13,43 @@ from autoscale.control.report import Observation, combine
 from engine.core.pacing import SpeculationPlan
 
 KEPT_S = 600
-"""Seconds of history."""
+"""Seconds of history that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Second:
-    """What all engines did within one second."""
+    """The sums over all engines of the reports that arrived within one second."""
 
     time_s: int
-    """Unix time at which it began."""
+    """Unix time at which the second began."""
     observation: Observation
+    """Sums over the steps that were reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanChange:
-    """A plan came into force."""
+    """The moment at which a plan came into force."""
 
     time_s: float
-    """Unix time."""
+    """Unix time of the change."""
     plan: SpeculationPlan
+    """The new plan, without priors."""
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryView:
-    """A part of the history, for one reader."""
+    """A part of the history for one reader."""
 
     now_s: float
-    """Unix time of the answer."""
+    """Unix time of the response."""
     num_engines: int
-    """Engines that have reported within what is kept."""
+    """Number of engines that have reported within KEPT_S."""
     plan: SpeculationPlan
-    """In force now."""
+    """The plan in force now, without priors."""
     seconds: tuple[Second, ...]
-    """Those in which a step ended, in order; the last one may still grow."""
+    """Seconds in which steps were reported, in order; the last one may still grow."""
     changes: tuple[PlanChange, ...]
+    """Changes of the plan, in order."""
 
 
 class History:
@@ -58,18 +61,21 @@ class History:
         self._last_report_s: dict[str, float] = {}
 
     def add(self, engine_id: str, observation: Observation, plan: SpeculationPlan, now_s: float) -> None:
-        """Take one report, and the plan that it was answered with.
+        """Add one report.
 
         Args:
-            now_s: unix time, never earlier than before by more than a clock correction.
+            engine_id: of the engine that reports.
+            observation: sums since its last report.
+            plan: the plan that the engine gets in return.
+            now_s: Unix time. It may go back by a clock correction; the report then counts for the last second.
         """
         self._last_report_s[engine_id] = now_s
-        plan = _command(plan)
+        plan = _without_priors(plan)
         if not self._changes or self._changes[-1].plan != plan:
             self._changes.append(PlanChange(now_s, plan))
         if observation.num_steps == 0:
             return
-        observation = replace(observation, by_kind={})  # the pool of priors keeps these
+        observation = replace(observation, by_draft_class={})  # the pool of priors keeps these
         second = int(now_s)
         if self._seconds and self._seconds[-1].time_s >= second:
             last = self._seconds.pop()
@@ -78,19 +84,25 @@ class History:
             self._seconds.append(Second(second, observation))
 
     def view(self, since_s: float, plan: SpeculationPlan, now_s: float) -> HistoryView:
-        """What happened at `since_s` or later, as far as it is kept."""
+        """What happened at `since_s` or later, as far as it is kept.
+
+        Args:
+            since_s: Unix time.
+            plan: the plan in force.
+            now_s: Unix time of the call.
+        """
         begin_s = max(since_s, now_s - KEPT_S)
         self._last_report_s = {key: at for key, at in self._last_report_s.items() if at >= now_s - KEPT_S}
         return HistoryView(
             now_s=now_s,
             num_engines=len(self._last_report_s),
-            plan=_command(plan),
+            plan=_without_priors(plan),
             seconds=tuple(second for second in self._seconds if second.time_s >= int(begin_s)),
-            # The first plan is where history begins, not a change.
+            # The first plan is the start of the history, not a change.
             changes=tuple(change for change in list(self._changes)[1:] if change.time_s >= begin_s),
         )
 
 
-def _command(plan: SpeculationPlan) -> SpeculationPlan:
-    """What a plan orders; priors are too much for a page that asks every second."""
+def _without_priors(plan: SpeculationPlan) -> SpeculationPlan:
+    """The plan without its priors, which are too large for a page that polls every second."""
     return replace(plan, priors=())

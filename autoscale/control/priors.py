@@ -1,7 +1,7 @@
-"""What all engines of an app have seen of each kind of draft, pooled: where every new request's estimate starts.
+"""Acceptance of drafts pooled over all engines of an app: the priors from which every engine's estimates start.
 
-Owns decayed counts by drafting method and kind of request. Kinds nobody has seen yet start from what was seen of the
-others. A plan carries rates with their weights, so that a controller made anew goes on from what engines still hold.
+Owns decayed counts by draft class. A class without observations starts from the other classes of the same method. A
+plan carries the rates with their weights, so that a restarted controller continues from what the engines still hold.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from engine.core.pacing import Prior
 from engine.messages import WORKLOADS, WorkloadClass
 
 DECAY = 0.999
-"""Per observation; remembers about a thousand."""
+"""Decay of the counts per observation. They remember about a thousand observations."""
 SHARED_WEIGHT = 4.0
-"""Observations of its own kind that what the other kinds show is worth."""
+"""Number of observations that the mean of the other classes counts as."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """What drafts are told apart by."""
+class DraftClass:
+    """Drafts that are pooled: those of one method for one workload class."""
 
     method: Method
     workload: WorkloadClass
@@ -29,7 +29,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of one kind, by position."""
+    """Draft tokens of one class by position."""
 
     reached: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
@@ -45,7 +45,7 @@ def _add(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class _Sums:
-    """Decayed counts of one kind, by position."""
+    """Decayed counts of one draft class by position."""
 
     reached: list[float] = field(default_factory=list)
     accepted: list[float] = field(default_factory=list)
@@ -61,50 +61,52 @@ class _Sums:
 
 
 class PriorPool:
-    """Sums over engines."""
+    """Sums over all engines of an app."""
 
     def __init__(self) -> None:
-        self._sums: dict[Kind, _Sums] = {}
+        self._sums: dict[DraftClass, _Sums] = {}
 
     @property
     def is_empty(self) -> bool:
+        """Whether nothing was added yet."""
         return not self._sums
 
-    def add(self, counts: Mapping[Kind, Counts]) -> None:
-        """Take what an engine saw since its last report."""
-        for kind, seen in counts.items():
-            self._sums.setdefault(kind, _Sums()).add(seen.reached, seen.accepted)
+    def add(self, counts: Mapping[DraftClass, Counts]) -> None:
+        """Add the counts of one engine since its last report."""
+        for draft_class, added in counts.items():
+            self._sums.setdefault(draft_class, _Sums()).add(added.reached, added.accepted)
 
     def adopt(self, priors: Iterable[Prior]) -> None:
-        """Go on from what an earlier pool published."""
+        """Continue from the priors that an earlier pool published."""
         for prior in priors:
             accepted = [rate * weight for rate, weight in zip(prior.rates, prior.weights, strict=True)]
-            self._sums.setdefault(Kind(prior.method, prior.workload), _Sums()).add(prior.weights, accepted)
+            self._sums.setdefault(DraftClass(prior.method, prior.workload), _Sums()).add(prior.weights, accepted)
 
     def priors(self) -> tuple[Prior, ...]:
-        """One per method that was seen and kind of request."""
+        """One prior per observed method and workload class."""
         return tuple(
             self._prior(method, workload)
-            for method in dict.fromkeys(kind.method for kind in self._sums)
+            for method in dict.fromkeys(draft_class.method for draft_class in self._sums)
             for workload in WORKLOADS
         )
 
     def _prior(self, method: Method, workload: WorkloadClass) -> Prior:
-        own = self._sums.get(Kind(method, workload), _Sums())
-        others = [sums for kind, sums in self._sums.items() if kind.method == method and sums is not own]
-        width = max([len(own.reached), *(len(sums.reached) for sums in others)])
+        this = self._sums.get(DraftClass(method, workload), _Sums())
+        others = [sums for each, sums in self._sums.items() if each.method == method and sums is not this]
+        width = max([len(this.reached), *(len(sums.reached) for sums in others)])
         rates, weights = [], []
         for position in range(width):
-            reached, accepted = _at(own, position)
-            seen = [_at(sums, position) for sums in others]
-            all_reached = sum(r for r, _ in seen)
+            reached, accepted = _at(this, position)
+            of_others = [_at(sums, position) for sums in others]
+            all_reached = sum(r for r, _ in of_others)
             shared = min(SHARED_WEIGHT, all_reached)
             weight = reached + shared
-            mean = sum(a for _, a in seen) / all_reached if all_reached > 0 else 0.0
+            mean = sum(a for _, a in of_others) / all_reached if all_reached > 0 else 0.0
             rates.append((accepted + shared * mean) / weight if weight > 0 else 0.0)
             weights.append(weight)
         return Prior(method=method, workload=workload, rates=tuple(rates), weights=tuple(weights))
 
 
 def _at(sums: _Sums, position: int) -> tuple[float, float]:
+    """Counts reached and accepted at a position; zeros past the end."""
     return (sums.reached[position], sums.accepted[position]) if position < len(sums.reached) else (0.0, 0.0)

@@ -1,16 +1,17 @@
-"""What many steps of one engine add up to: the message that a shard sends to the controller.
+"""Sums over many steps of one engine: the message that a shard sends to the controller.
 
-Owns sums only, never ratios, so observations of several engines can be added. No torch, no Ray.
+Owns sums only, never ratios, so that observations of several engines can be added. No torch, no Ray.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 
-from autoscale.control.priors import Counts, Kind
+from autoscale.control.priors import Counts, DraftClass
 from engine.config import Method
+from engine.core.pacing import Prediction
 from engine.core.stats import RowOutcome, StepStats
 
 
@@ -25,10 +26,13 @@ class Observation:
     num_accepted: int = 0
     num_emitted: int = 0
     num_waiting: int = 0
-    """At the last step, not a sum."""
+    """Requests that wait at the last step; not a sum."""
     accepted_by_position: tuple[int, ...] = ()
+    """Draft tokens accepted at each position."""
     drafted_by_position: tuple[int, ...] = ()
+    """Draft tokens reached at each position. Positions after a rejection are not reached."""
     k_by_reason: dict[str, int] = field(default_factory=dict)
+    """Number of choices of K by their reason."""
     schedule_s: float = 0.0
     draft_s: float = 0.0
     handoff_s: float = 0.0
@@ -36,65 +40,64 @@ class Observation:
     sample_s: float = 0.0
     step_s: float = 0.0
     plain_s: float = 0.0
-    """Predicted seconds of the same steps without drafts; each would have emitted a token per sampling span."""
-    by_kind: dict[Kind, Counts] = field(default_factory=dict)
-    """Positions reached and accepted."""
+    """Predicted seconds of the same steps without drafts; each would have emitted one token per sampling span."""
+    by_draft_class: dict[DraftClass, Counts] = field(default_factory=dict)
+    """Positions reached and accepted, by draft class."""
 
 
 class Aggregator:
     """Collects step stats between two reports. `add` and `take` may run in different threads.
 
     Args:
-        plain_s: how long the step added next is predicted to have taken without its drafts, seconds.
-        method: of drafting.
+        method: the draft method of the engine.
     """
 
-    def __init__(self, plain_s: Callable[[], float] | None = None, method: Method = "none") -> None:
+    def __init__(self, method: Method = "none") -> None:
         self._stats: deque[tuple[StepStats, float]] = deque()
-        self._plain_s = plain_s
         self._method = method
 
-    def add(self, stats: StepStats) -> None:
-        self._stats.append((stats, self._plain_s() if self._plain_s is not None else 0.0))
+    def add(self, stats: StepStats, prediction: Prediction) -> None:
+        """Take a finished step and the pacer's prediction for it."""
+        self._stats.append((stats, prediction.plain_s))
 
     def take(self) -> Observation:
-        """Everything since the last call."""
+        """The sums over all steps since the last call."""
         taken, plain_s = [], 0.0
         while self._stats:
             stats, seconds = self._stats.popleft()
             taken.append(stats)
             plain_s += seconds
         outcomes = [outcome for stats in taken for outcome in stats.outcomes]
-        return replace(summarise(taken), plain_s=plain_s, by_kind=_by_kind(outcomes, self._method))
+        return replace(summarise(taken), plain_s=plain_s, by_draft_class=_by_draft_class(outcomes, self._method))
 
 
 _SUMS = tuple(
     field.name
     for field in fields(Observation)
-    if field.name not in ("num_waiting", "accepted_by_position", "drafted_by_position", "k_by_reason", "by_kind")
+    if field.name not in ("num_waiting", "accepted_by_position", "drafted_by_position", "k_by_reason", "by_draft_class")
 )
 
 
 def combine(observations: Sequence[Observation]) -> Observation:
     """Add up observations, of one engine in order or of several; at least one."""
     reasons: Counter[str] = Counter()
-    by_kind: dict[Kind, Counts] = {}
+    by_draft_class: dict[DraftClass, Counts] = {}
     for observation in observations:
         reasons.update(observation.k_by_reason)
-        for kind, counts in observation.by_kind.items():
-            by_kind[kind] = by_kind.get(kind, Counts()) + counts
+        for draft_class, counts in observation.by_draft_class.items():
+            by_draft_class[draft_class] = by_draft_class.get(draft_class, Counts()) + counts
     return Observation(
         num_waiting=observations[-1].num_waiting,
         accepted_by_position=_add_positions([o.accepted_by_position for o in observations]),
         drafted_by_position=_add_positions([o.drafted_by_position for o in observations]),
         k_by_reason=dict(reasons),
-        by_kind=by_kind,
+        by_draft_class=by_draft_class,
         **{name: sum(getattr(o, name) for o in observations) for name in _SUMS},
     )
 
 
 def summarise(stats: list[StepStats]) -> Observation:
-    """Add up steps."""
+    """Add up steps. `plain_s` and `by_draft_class` are left out."""
     reasons: Counter[str] = Counter()
     for step in stats:
         reasons.update(step.k_by_reason)
@@ -123,21 +126,27 @@ def _add_positions(rows: list[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(sum(row[i] for row in rows if i < len(row)) for i in range(width))
 
 
-def _by_kind(outcomes: Sequence[RowOutcome], method: Method) -> dict[Kind, Counts]:
-    lengths: dict[Kind, Counter[tuple[int, int]]] = {}
+def _by_draft_class(outcomes: Sequence[RowOutcome], method: Method) -> dict[DraftClass, Counts]:
+    """Counts of all drafts but those that a grammar forced."""
+    lengths: dict[DraftClass, Counter[tuple[int, int]]] = {}
     for outcome in outcomes:
         reached = min(outcome.num_accepted + 1, outcome.num_drafted)
         if outcome.source == "grammar":
             continue
-        kind = Kind("ngram" if outcome.source == "lookup" else method, outcome.workload)
-        seen = lengths.setdefault(kind, Counter())
-        seen[reached, outcome.num_accepted] += 1
-    return {kind: _counts(seen) for kind, seen in lengths.items()}
+        draft_class = DraftClass("ngram" if outcome.source == "lookup" else method, outcome.workload)
+        num_drafts = lengths.setdefault(draft_class, Counter())
+        num_drafts[reached, outcome.num_accepted] += 1
+    return {draft_class: _counts(num_drafts) for draft_class, num_drafts in lengths.items()}
 
 
-def _counts(seen: Counter[tuple[int, int]]) -> Counts:
-    width = max(reached for reached, _ in seen)
+def _counts(num_drafts: Counter[tuple[int, int]]) -> Counts:
+    """Counts by position.
+
+    Args:
+        num_drafts: number of drafts by (positions reached, positions accepted).
+    """
+    width = max(reached for reached, _ in num_drafts)
     return Counts(
-        tuple(sum(n for (reached, _), n in seen.items() if reached > position) for position in range(width)),
-        tuple(sum(n for (_, accepted), n in seen.items() if accepted > position) for position in range(width)),
+        tuple(sum(n for (reached, _), n in num_drafts.items() if reached > position) for position in range(width)),
+        tuple(sum(n for (_, accepted), n in num_drafts.items() if accepted > position) for position in range(width)),
     )

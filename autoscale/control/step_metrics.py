@@ -1,7 +1,7 @@
-"""Step stats to metrics: what every step did, cost and was expected to, counted for the exporter.
+"""Step stats to metrics: what every step did, what it took, and what was predicted of it.
 
-Owns the way from StepStats and the pacer's state to the metrics of group `speculation`. The step loop only appends;
-everything is counted when `fold` or `read` is called, in another thread. Knows no client library and no process.
+Owns the way from StepStats and Prediction to the metrics of group `speculation`. The step loop only appends; another
+thread counts when it calls `fold` or `read`. Knows no policy, no client library and no process.
 """
 
 from __future__ import annotations
@@ -10,79 +10,50 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable
 
-import numpy as np
 from msgspec import Struct
 
-from autoscale.policy.allocation import Allocation
-from autoscale.policy.goodput import Goodput
-from engine.core.pacing import SpeculationPlan
+from engine.core.pacing import Prediction, SpeculationPlan
 from engine.core.stats import StepStats
-from engine.core.step import DraftSource
-from engine.messages import WorkloadClass
 from engine.metrics.counters import MetricCounters, MetricSnapshot
-
-_OFF = (0, 0)
 
 
 class _Record(Struct, frozen=True, gc=False):
-    """A step with the pacer's state right after it."""
+    """A step, the prediction for it, and the plan in force after it."""
 
     stats: StepStats
+    prediction: Prediction
     plan: SpeculationPlan
-    predicted: Allocation | None
-    cost_s: float
-    """Duration that the cost model expected of exactly this step."""
-    plain_s: float
-    """The same without its drafts."""
-    num_switches: int
-    num_probes: int
-    is_on: bool
 
 
 class StepRecorder:
     """Metrics of one engine's steps.
 
     Args:
-        goodput: the policy whose predictions and switches are reported; told of a step before this is.
-        plan: in force.
+        plan: returns the plan in force.
     """
 
-    def __init__(self, goodput: Goodput, plan: Callable[[], SpeculationPlan]) -> None:
-        self._goodput = goodput
+    def __init__(self, plan: Callable[[], SpeculationPlan]) -> None:
         self._plan = plan
         self._counters = MetricCounters()
         self._records: deque[_Record] = deque()
         self._lock = threading.Lock()
-        self._before: _Record | None = None
+        self._last_plan: SpeculationPlan | None = None
         self._is_draft_down = False
 
-    def add(self, stats: StepStats) -> None:
-        """Take a step, in the loop's thread."""
-        goodput = self._goodput
-        switch = goodput.switch
-        self._records.append(
-            _Record(
-                stats,
-                self._plan(),
-                goodput.predicted,
-                goodput.cost.predicted_s,
-                goodput.cost.plain_s,
-                switch.num_switches,
-                switch.num_probes,
-                switch.is_on,
-            )
-        )
+    def add(self, stats: StepStats, prediction: Prediction) -> None:
+        """Take a finished step, in the loop's thread."""
+        self._records.append(_Record(stats, prediction, self._plan()))
 
     def fold(self) -> None:
-        """Count what was taken since the last call. Call a few times a second, or memory grows."""
+        """Count the steps taken since the last call. Call a few times a second, or memory grows."""
         with self._lock:
             while self._records:
                 record = self._records.popleft()
                 self._count(record)
-                self._before = record
+                self._last_plan = record.plan
 
     def read(self) -> MetricSnapshot:
-        """Everything counted so far."""
+        """All metrics so far."""
         self.fold()
         plan = self._plan()
         self._counters.set("paceline_plan_version", plan.version)
@@ -94,7 +65,7 @@ class StepRecorder:
         self._count_drafts(record.stats)
         self._count_pace(record)
         if record.stats.num_decodes and not record.stats.num_prefill_tokens:
-            self._count_goodput(record)
+            self._count_goodput(record.stats, record.prediction)
 
     def _count_time(self, stats: StepStats) -> None:
         counters = self._counters
@@ -133,15 +104,14 @@ class StepRecorder:
                 counters.add("paceline_accepted_positions_total", stats.accepted_by_position[position], str(position))
 
     def _count_pace(self, record: _Record) -> None:
-        before, stats = self._before, record.stats
-        switched_before, probed_before = (before.num_switches, before.num_probes) if before is not None else _OFF
-        if record.num_probes > probed_before:
-            self._counters.add("paceline_probes_total", record.num_probes - probed_before)
-        if record.num_switches > switched_before:
+        stats, prediction = record.stats, record.prediction
+        if prediction.probed:
+            self._counters.add("paceline_probes_total")
+        if prediction.switched is not None:
             off_cause = "batch" if "batch" in stats.k_by_reason else "acceptance"
-            cause = "gain" if record.is_on else off_cause
-            self._counters.add("paceline_switches_total", record.num_switches - switched_before, cause)
-        if before is not None and before.plan != record.plan:
+            cause = "gain" if prediction.switched == "on" else off_cause
+            self._counters.add("paceline_switches_total", 1, cause)
+        if self._last_plan is not None and self._last_plan != record.plan:
             self._counters.add("paceline_switches_total", 1, "plan")
         if "draft_down" in stats.k_by_reason and not self._is_draft_down:
             self._is_draft_down = True
@@ -149,42 +119,15 @@ class StepRecorder:
         elif stats.outcomes and self._is_draft_down:
             self._is_draft_down = False
             self._counters.add("paceline_switches_total", 1, "draft_up")
-        if stats.step_s > 0 and record.cost_s > 0:
-            self._counters.observe("paceline_cost_error_ratio", abs(record.cost_s - stats.step_s) / stats.step_s)
+        if stats.step_s > 0 and prediction.seconds > 0:
+            self._counters.observe("paceline_cost_error_ratio", abs(prediction.seconds - stats.step_s) / stats.step_s)
 
-    def _count_goodput(self, record: _Record) -> None:
-        """Of steps that only decode, so that expected and real ones are the same ones."""
-        counters, stats = self._counters, record.stats
+    def _count_goodput(self, stats: StepStats, prediction: Prediction) -> None:
+        """Only steps without prompts count, so that predicted and real figures are of the same steps."""
+        counters = self._counters
         counters.add("paceline_realised_tokens_total", stats.num_emitted)
         counters.add("paceline_realised_seconds_total", stats.step_s)
         counters.add("paceline_plain_tokens_total", stats.num_decodes)
-        counters.add("paceline_plain_seconds_total", record.plain_s)
-        tokens, seconds = self._expected(record)
-        counters.add("paceline_predicted_tokens_total", tokens)
-        counters.add("paceline_predicted_seconds_total", seconds)
-
-    def _expected(self, record: _Record) -> tuple[float, float]:
-        """Tokens and seconds: what policy `goodput` counted on, or what it would have said of another one's choice."""
-        predicted = record.predicted
-        is_asked = record.plan.enabled and record.plan.policy == "goodput"  # else its last prediction stays in place
-        if predicted is not None and is_asked:
-            return predicted.tokens, predicted.seconds
-        tokens = float(record.stats.num_decodes)
-        if record.stats.outcomes:
-            expected: dict[tuple[WorkloadClass, DraftSource, int], list[float]] = {}
-            for outcome in record.stats.outcomes:
-                place = (outcome.workload, outcome.source, outcome.match_len)
-                if place not in expected:
-                    expected[place] = self._accepted_by_k(*place)
-                tokens += expected[place][outcome.num_drafted - 1]
-        return tokens, record.cost_s
-
-    def _accepted_by_k(self, workload: WorkloadClass, source: DraftSource, match_len: int) -> list[float]:
-        """Accepted tokens that were to be expected of a draft, for K from 1 on."""
-        lookup = self._goodput.lookup
-        if lookup is not None and source == "lookup":
-            acceptance = lookup.acceptance_of(match_len)
-        else:
-            acceptance = self._goodput.acceptance
-        expected: list[float] = np.cumprod(acceptance.by_position(workload)).cumsum().tolist()
-        return expected
+        counters.add("paceline_plain_seconds_total", prediction.plain_s)
+        counters.add("paceline_predicted_tokens_total", prediction.expected_tokens)
+        counters.add("paceline_predicted_seconds_total", prediction.expected_s)

@@ -4,10 +4,10 @@ Goodput of a step is expected tokens over expected seconds,
 
     (B + sum of S_ij over drafted positions) / (base + fixed + passes * pass_s + added(n))
 
-with S_ij the probability that request i's draft stands up to position j and n the number of drafted positions. As S
-falls with j, the best n positions for a given number of passes are the n largest S, and every such choice drafts a
-request's positions in order. Rows are priced by the curve itself, because the best batch often ends exactly at one of
-its kinks.
+where S_ij is the probability that the target accepts request i's draft up to and including position j, and n is the
+number of drafted positions. S falls with j. So the best n positions for a given number of passes are the n largest S,
+and they are always a prefix of each request's positions. The cost of added rows is read from the cost curve at each n,
+not approximated by one slope, because the best batch often ends exactly at a kink of the curve.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """K for each request, with what it is expected to give."""
+    """K for each request, and the tokens and seconds predicted for the step."""
 
     ks: npt.NDArray[np.int64]
-    """[B]"""
+    """[B] Draft tokens of each request."""
     tokens: float
-    """Expected tokens of the step."""
+    """Expected number of tokens that the step emits."""
     seconds: float
-    """Expected duration of the step."""
+    """Expected duration of the step in seconds."""
 
     @property
     def goodput(self) -> float:
-        """Tokens per second."""
+        """Expected tokens per second."""
         return self.tokens / self.seconds
 
     @property
     def depth(self) -> int:
-        """Draft passes."""
+        """Number of draft passes: the largest K."""
         return int(self.ks.max(initial=0))
 
 
@@ -52,24 +52,22 @@ def allocate(
     added_s: Floats,
     depths: Iterable[int],
 ) -> Allocation:
-    """The best K for each request.
+    """Return the allocation of highest goodput; all zeros when drafting does not pay.
 
     Args:
-        survival: [B, K], falling along each row.
-        base_s: the step without drafts, seconds.
-        fixed_s: once, if anything is drafted at all.
-        pass_s: per draft pass.
-        added_s: [B * K + 1] what n more rows cost the target, seconds, from n = 0 on.
-        depths: numbers of passes to consider, within [1, K].
-
-    Returns:
-        All zeros when drafting does not pay.
+        cumulative_acceptance: [B, K] probability that a draft is accepted up to and including each position. Each row
+            must not increase.
+        base_s: seconds of the step without drafts.
+        fixed_s: seconds added once if anything is drafted.
+        pass_s: seconds of one draft pass.
+        added_s: [B * K + 1] seconds that n more rows cost the target, for n from 0 on.
+        depths: numbers of passes to consider, at least one, each within [1, K].
     """
     batch = len(cumulative_acceptance)
     best, best_n, best_order = batch / base_s, -1, None
     tokens = float(batch)
     candidates = sorted(depths, reverse=True)
-    # Sorted once for the deepest candidate; a shallower one leaves out what lies behind its depth.
+    # One sort serves every candidate: a shallower one drops the positions behind its depth.
     deepest = candidates[0]
     flat = cumulative_acceptance[:, :deepest].ravel()
     order = flat.argsort()[::-1]

@@ -1,12 +1,11 @@
-"""Costs as functions of a size, learnt from what is observed: a Kalman filter over their values at fixed knots.
+"""Costs as functions of a size, learned from observations: a Kalman filter over their values at fixed knots.
 
     cost(x, n) = line through (knot, value) at x  +  rate * n
 
-Owns the values, how sure they are, and their order: a longer job is never predicted to be cheaper. Between two
-observations everything may have drifted: together by much (a busy neighbour, a slower clock), each value by itself by
-little. So a step that is slower than predicted moves all curves, while sizes that vary from step to step, and one step
-at a size not seen for long, show the slope; it is the slope that decides whether a drafted row pays.
-Seconds in, seconds out; knows nothing of steps or drafts.
+Owns the values, their covariance, and their order: a larger job is never predicted to be cheaper. The filter assumes
+that between two observations all values drift together by much (a busy neighbour, a slower clock) and each value alone
+by little. So one step that is slower than predicted moves all curves, while steps of different sizes show the slope.
+The slope decides whether a drafted row pays. Seconds in, seconds out; knows nothing of steps or drafts.
 """
 
 from __future__ import annotations
@@ -18,71 +17,76 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-COMMON_DRIFT, OWN_DRIFT = 0.03, 0.0015
-"""Relative standard deviation, per observation, of what moves all values alike, and of what moves one alone."""
-LEVEL_DOUBT, OWN_DOUBT = 0.3, 0.2
-"""The same at first, of values that were measured: the machine may be slower today, and a busy one times badly."""
-GUESSED_LEVEL, GUESSED_OWN = 1.0, 0.5
-"""The same of values that are a guess."""
+COMMON_DRIFT, SINGLE_DRIFT = 0.03, 0.0015
+"""Relative standard deviations of the drift per observation: of all values together, and of each value alone."""
+COMMON_SD, SINGLE_SD = 0.3, 0.2
+"""Relative standard deviations at the start where values were measured, together and alone. The machine may be slower
+than it was then, and a busy machine times badly."""
+GUESSED_COMMON_SD, GUESSED_SINGLE_SD = 1.0, 0.5
+"""Relative standard deviations at the start where values are a guess, together and alone."""
 LEAST_NOISE, FIRST_NOISE, MOST_NOISE = 0.02, 0.1, 0.5
-"""Of the relative noise of an observation, which is learnt."""
+"""Relative standard deviation of an observation: lower bound, first value, and largest error it learns from."""
 NOISE_RATE = 0.05
+"""Weight of one observation in the learned noise."""
 CLIP = 3.0
-"""Observations further off than so many standard deviations count as so many: a hiccup of the machine moves little."""
+"""A residual is clipped at this many standard deviations, so that a hiccup of the machine moves little."""
 SMALLEST_S, SMALLEST_GUESS_S = 1e-6, 1e-3
-"""What is called zero may still turn out to be about this."""
+"""Seconds to which a value that is given as zero may turn out to amount: measured, and guessed."""
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Points:
-    """Where a curve starts."""
+    """Initial values of a curve."""
 
     knots: tuple[int, ...]
-    """Ascending sizes."""
+    """Sizes, ascending."""
     values: tuple[float, ...]
-    """Seconds at each of them."""
+    """Seconds at each of the knots."""
     rate: float = 0.0
     """Seconds per unit of the second quantity."""
-    rate_doubt: float = SMALLEST_S
-    """Its standard deviation where it is a guess."""
+    rate_sd: float = SMALLEST_S
+    """Standard deviation of the rate where it is a guess, in seconds."""
     most_rate: float = 1.0
-    """A guard against a runaway rate."""
+    """Upper bound of the rate in seconds, a guard against divergence."""
 
 
 class Curves:
     """Several curves that drift together.
 
     Args:
-        points: of each.
-        measured: whether they were measured, not guessed.
+        points: initial values of each curve.
+        measured: whether the values were measured; guessed ones are corrected faster.
+
+    Raises:
+        ValueError: the number of values is not that of the knots.
     """
 
     def __init__(self, points: Sequence[Points], *, measured: bool = True) -> None:
         smallest = SMALLEST_S if measured else SMALLEST_GUESS_S
-        level, own = (LEVEL_DOUBT, OWN_DOUBT) if measured else (GUESSED_LEVEL, GUESSED_OWN)
+        common_sd, single_sd = (COMMON_SD, SINGLE_SD) if measured else (GUESSED_COMMON_SD, GUESSED_SINGLE_SD)
         state: list[float] = []
         least: list[float] = []
-        doubt: list[float] = []
+        sds: list[float] = []
         self._curves: list[Curve] = []
         for each in points:
             if len(each.knots) != len(each.values):
                 raise ValueError(f"{len(each.values)} values for {len(each.knots)} knots")
             start = len(state)
             state += [*np.maximum.accumulate(each.values).tolist(), each.rate]
-            least += [smallest] * len(each.values) + [each.rate_doubt / 100]
-            doubt += [own * max(value, smallest) for value in state[start:-1]]
-            doubt.append(max(own * each.rate, 0.0 if measured else each.rate_doubt))
+            least += [smallest] * len(each.values) + [each.rate_sd / 100]
+            sds += [single_sd * max(value, smallest) for value in state[start:-1]]
+            sds.append(max(single_sd * each.rate, 0.0 if measured else each.rate_sd))
             self._curves.append(Curve(self, start, each))
         self.state: Floats = np.array(state)
         self._least = np.array(least)
         size = np.maximum(self.state, self._least)
-        self._covariance = level**2 * size[:, None] * size + np.diag(np.array(doubt) ** 2)
+        self._covariance = common_sd**2 * size[:, None] * size + np.diag(np.array(sds) ** 2)
         self.publish()
 
     def publish(self) -> None:
-        """Let every curve take over what was learnt."""
+        """Copy the state into every curve."""
         for curve in self._curves:
             curve.publish()
 
@@ -90,17 +94,21 @@ class Curves:
         return self._curves[index]
 
     def learn(self, features: Floats, seen_s: float, noise: float) -> float:
-        """`features @ state` was measured; returns by what share of it the expectation was off.
+        """Correct the state by one measurement of `features @ state`.
 
         Args:
-            features: [len(state)].
+            features: [len(state)] weights of the state's values in the measurement.
+            seen_s: the measurement, seconds.
             noise: relative standard deviation of the measurement.
+
+        Returns:
+            The relative error of the expectation, after clipping.
         """
         state, covariance = self.state, self._covariance
         size = np.maximum(state, self._least)
         drift = COMMON_DRIFT * size
         covariance += drift[:, None] * drift
-        covariance.flat[:: len(size) + 1] += (OWN_DRIFT * size) ** 2  # its diagonal
+        covariance.flat[:: len(size) + 1] += (SINGLE_DRIFT * size) ** 2  # its diagonal
         expected = float(features @ state)
         shared = covariance @ features
         scale = max(expected, min(seen_s, 4 * expected), SMALLEST_S)
@@ -124,24 +132,24 @@ class Curve:
         self._most_rate = points.most_rate
         self._noise = FIRST_NOISE
         self.values: list[float] = []
-        """Seconds at the knots."""
+        """[knots] Seconds at each knot."""
         self.rate = 0.0
         """Seconds per unit of the second quantity."""
 
     def at(self, x: float) -> float:
-        """Seconds at x; beyond the last knot the last slope goes on."""
-        low, share = self._place(x)
+        """Seconds at size x; beyond the last knot the last slope goes on."""
+        low, share = self._segment(x)
         return self.values[low] + share * (self.values[low + 1] - self.values[low])
 
     def added(self, x: int, count: int) -> Floats:
-        """[count + 1] at(x + n) - at(x) for n from 0 on, within the knots."""
+        """[count + 1] `at(x + n) - at(x)` for n from 0 on; constant beyond the last knot."""
         values: Floats = np.interp(np.arange(x, x + count + 1), self._knots, self.values)
         values -= values[0]
         return values
 
     def learn(self, x: float, seen_s: float, *, num_units: float = 0.0, times: float = 1.0) -> None:
-        """`times` jobs of size x, and `num_units` of the second quantity, took so long."""
-        low, share = self._place(x)
+        """Learn that `times` jobs of size x with `num_units` of the second quantity took `seen_s` seconds."""
+        low, share = self._segment(x)
         share = min(1.0, max(0.0, share))
         features, start = np.zeros(len(self._curves.state)), self._part.start
         features[start + low], features[start + low + 1] = times * (1 - share), times * share
@@ -152,12 +160,16 @@ class Curve:
         self._curves.publish()
 
     def publish(self) -> None:
-        """Take over what was learnt."""
+        """Copy this curve's part of the state into `values` and `rate`."""
         state = self._curves.state
         self.values, self.rate = state[self._part].tolist(), float(state[self._part.stop])
 
     def _restore_order(self, anchor: int) -> None:
-        """The value next to the observation stays; those above are at least it, those below at most."""
+        """Raise the values above the anchor, and lower those below it, until they do not decrease with size.
+
+        Args:
+            anchor: index of the knot next to the observation; its value stays.
+        """
         state = self._curves.state
         values = state[self._part]
         np.maximum.accumulate(values[anchor:], out=values[anchor:])
@@ -165,6 +177,7 @@ class Curve:
         np.minimum.accumulate(below, out=below)
         state[self._part.stop] = min(state[self._part.stop], self._most_rate)
 
-    def _place(self, x: float) -> tuple[int, float]:
+    def _segment(self, x: float) -> tuple[int, float]:
+        """Index of the knot below x, and the share of the way from it to the next knot."""
         low = min(max(bisect_right(self._knots, x) - 1, 0), len(self._knots) - 2)
         return low, (x - self._knots[low]) / (self._knots[low + 1] - self._knots[low])

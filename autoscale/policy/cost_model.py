@@ -1,9 +1,9 @@
-"""What a step costs, as a function of what it computes: measured at start, refined by every step, monotone always.
+"""What a step costs as a function of what it computes: measured at start, learned from every step, always monotone.
 
-    t_step = t_verify(rows, context) + t_judge * rows + t_draft(batch, depth, feed) + overhead
+    t_step = t_verify(rows, context) + t_sample * rows + t_draft(batch, depth, num_caught_up) + overhead
 
-Owns which part of a step teaches which curve (`curve.Curve`). Seconds in, seconds out; no torch, no clock, no knowledge
-of requests.
+Owns which part of a step teaches which curve (`cost_curve.Curve`). Seconds in, seconds out; no torch, no clock, no
+knowledge of requests.
 """
 
 from __future__ import annotations
@@ -21,53 +21,59 @@ from engine.core.stats import StepStats
 ROW_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 BATCH_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 RATE = 0.02
-"""Share of a residual that one step corrects in what is a single number; the first steps correct more."""
+"""Share of a residual by which one step corrects a cost that is a single number. The first steps correct more."""
 CLIP = 3.0
-"""Residuals beyond this many times the usual one count as so many."""
-ALIKE_STEPS = 4
-"""So many plain steps of one size in a row teach once, by their mean: nothing else is new about them."""
+"""A residual is clipped at this many times its usual size."""
+SAME_SIZE_STEPS = 4
+"""Number of successive plain steps of one size that are learned from once, by their mean. Single ones add little."""
 MAX_CONTEXT_RATE = 1e-4
-"""Seconds per cached token; far above any machine."""
+"""Upper bound of the cost of a cached token in seconds; far above any real one."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """The numbers of a cost model, as they are cached on disk and written for simulated hardware."""
+    """The numbers of a cost model, as cached on disk and as written for simulated hardware. All are seconds."""
 
     verify_s: tuple[float, ...]
-    """Target forward at each of ROW_KNOTS rows and no context."""
+    """Seconds of the target's forward at each of ROW_KNOTS rows without cached tokens."""
     pass_s: tuple[float, ...]
-    """One draft pass at each of BATCH_KNOTS sequences; 0 for methods that compute nothing."""
+    """Seconds of one draft pass at each of BATCH_KNOTS sequences; 0 for methods that compute nothing."""
     context_s: float = 0.0
-    """Per cached token over all spans."""
+    """Seconds that each cached token, over all spans, adds to the target's forward."""
     catch_up_s: float = 0.0
-    """Per committed token that the draft has to read."""
+    """Seconds that the draft takes for each committed token it reads."""
     handoff_s: float = 0.0
-    """What asking the draft adds to a step beside its passes: packing, there and back, counting."""
+    """Seconds that a draft request adds to a step besides the draft's computing: packing, transport, counting."""
     overhead_s: float = 0.0
-    """Once per step: scheduling, committing, publishing."""
+    """Seconds per step of scheduling, committing and publishing."""
     sample_row_s: float = 0.0
-    """Per row that yields a token or may: sampling, masks, comparison. Not a part of the forward's curve, because it
-    depends on what is asked for: a sampled row takes much longer than a greedy one."""
+    """Seconds of sampling, masks and comparison per row that can yield a token. Apart from the forward's curve, because
+    it depends on the sampling parameters: a sampled row takes much longer than a greedy one."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """What the model predicted of one step before it learned from it."""
+
+    seconds: float
+    """Predicted duration of the step in seconds."""
+    plain_s: float
+    """Predicted duration of the same step without its drafts, in seconds."""
 
 
 class CostModel:
-    """Predicts and learns.
+    """Predicts the duration of steps and learns from them.
 
     Args:
-        table: where to start.
-        measured: whether the table was measured, not guessed.
+        table: initial costs.
+        measured: whether the table was measured; a guessed one is corrected faster.
     """
 
     def __init__(self, table: CostTable, *, measured: bool = True) -> None:
         self._usual: dict[str, float] = {}
         self._num_seen: dict[str, int] = {}
-        self._alike: list[StepStats] = []
+        self._same_size: list[StepStats] = []
         self._errors: deque[float] = deque(maxlen=512)
-        self.predicted_s = 0.0
-        """Duration that was expected of the step observed last."""
-        self.plain_s = 0.0
-        """The same, of that step without its drafts."""
         self._start(table, measured=measured)
 
     def _start(self, table: CostTable, *, measured: bool) -> None:
@@ -76,10 +82,10 @@ class CostModel:
             knots=ROW_KNOTS,
             values=table.verify_s,
             rate=table.context_s,
-            rate_doubt=forward_s / 2000,
+            rate_sd=forward_s / 2000,
             most_rate=MAX_CONTEXT_RATE,
         )
-        passes = Points(knots=BATCH_KNOTS, values=table.pass_s, rate=table.catch_up_s, rate_doubt=forward_s / 100)
+        passes = Points(knots=BATCH_KNOTS, values=table.pass_s, rate=table.catch_up_s, rate_sd=forward_s / 100)
         curves = Curves((verify, passes), measured=measured)
         self._verify, self._pass = curves[0], curves[1]
         self._handoff_s = table.handoff_s
@@ -87,36 +93,38 @@ class CostModel:
         self._sample_row_s = table.sample_row_s
 
     def verify_s(self, rows: float, context: float) -> float:
-        """Target forward over `rows` rows with `context` cached tokens in all."""
+        """Seconds of the target's forward over `rows` rows with `context` cached tokens over all spans."""
         return self._verify.at(rows) + self._verify.rate * context
 
     def added_rows_s(self, rows: int, count: int) -> npt.NDArray[np.float64]:
-        """[count + 1] what n more drafted rows than `rows` cost, seconds, from n = 0 on."""
+        """[count + 1] seconds that n drafted rows add to a step of `rows` rows, for n from 0 on."""
         return self._verify.added(rows, count) + self._sample_row_s * np.arange(count + 1)
 
     def row_s(self, rows: int, over: int) -> float:
-        """One more drafted row than `rows`, the mean over so many more."""
+        """Mean seconds of one of `over` drafted rows added to a step of `rows` rows."""
         return float(self.added_rows_s(rows, over)[-1]) / over
 
     def pass_s(self, batch: float) -> float:
-        """One draft pass over `batch` sequences."""
+        """Seconds of one draft pass over `batch` sequences."""
         return self._pass.at(batch)
 
-    def draft_s(self, batch: float, depth: float, feed: float = 0.0) -> float:
-        """All of drafting: `depth` passes, `feed` committed tokens to read first, and what asking adds."""
-        return self._handoff_s + depth * self.pass_s(batch) + feed * self.catch_up_s
+    def draft_s(self, batch: float, depth: float, num_caught_up: float = 0.0) -> float:
+        """Seconds of all drafting: the handoff, `depth` passes, and reading `num_caught_up` committed tokens first."""
+        return self._handoff_s + depth * self.pass_s(batch) + num_caught_up * self.catch_up_s
 
     @property
     def overhead_s(self) -> float:
+        """Seconds per step of scheduling, committing and publishing."""
         return self._overhead_s
 
     @property
     def handoff_s(self) -> float:
+        """Seconds that a draft request adds to a step besides the draft's computing."""
         return self._handoff_s
 
     @property
     def catch_up_s(self) -> float:
-        """One committed token that the draft has to read."""
+        """Seconds that the draft takes for each committed token it reads."""
         return self._pass.rate
 
     def step_s(
@@ -125,63 +133,75 @@ class CostModel:
         context: float,
         batch: float = 0.0,
         depth: float = 0.0,
-        feed: float = 0.0,
+        num_caught_up: float = 0.0,
         *,
         num_prompt_rows: float = 0.0,
     ) -> float:
-        """A whole step; no draft when `depth` is 0. Of its rows, those of prompts are not judged."""
-        drafting = self.draft_s(batch, depth, feed) if depth > 0 or feed > 0 else 0.0
-        judging = self._sample_row_s * (rows - num_prompt_rows)
-        return self._overhead_s + self.verify_s(rows, context) + judging + drafting
+        """Seconds of a whole step.
 
-    def observe(self, stats: StepStats) -> None:
-        """Learn from a step, after noting how wrong the prediction for it was."""
+        Args:
+            rows: rows of the target's forward.
+            context: cached tokens over all spans.
+            batch: sequences that the draft drafts for.
+            depth: draft passes. Without passes and tokens to read there is no draft request.
+            num_caught_up: committed tokens that the draft reads first.
+            num_prompt_rows: rows of prompts among `rows`; they are not sampled.
+        """
+        draft_s = self.draft_s(batch, depth, num_caught_up) if depth > 0 or num_caught_up > 0 else 0.0
+        sample_s = self._sample_row_s * (rows - num_prompt_rows)
+        return self._overhead_s + self.verify_s(rows, context) + sample_s + draft_s
+
+    def observe(self, stats: StepStats) -> StepCost:
+        """Learn from a step. Returns what was predicted of it before, which also enters `error`."""
         drafted = [outcome.num_drafted for outcome in stats.outcomes if outcome.source == "method"]
         depth, batch = max(drafted, default=0), len(drafted)
         prompts = stats.num_prefill_tokens
-        where = (stats.context_len, batch, depth, stats.num_caught_up)
-        self.predicted_s = predicted = self.step_s(stats.num_rows, *where, num_prompt_rows=prompts)
-        self.plain_s = self.step_s(stats.num_rows - stats.num_drafted, stats.context_len, num_prompt_rows=prompts)
+        context, caught_up = stats.context_len, stats.num_caught_up
+        expected = StepCost(
+            self.step_s(stats.num_rows, context, batch, depth, caught_up, num_prompt_rows=prompts),
+            self.step_s(stats.num_rows - stats.num_drafted, context, num_prompt_rows=prompts),
+        )
         if stats.step_s > 0:
-            self._errors.append(abs(predicted - stats.step_s) / stats.step_s)
+            self._errors.append(abs(expected.seconds - stats.step_s) / stats.step_s)
         self._learn_verify(stats)
         num_sampled = stats.num_rows - prompts
         if num_sampled > 0:
             self._sample_row_s = self._corrected("sample", self._sample_row_s, stats.sample_s / num_sampled)
         rest = stats.step_s - stats.verify_s - stats.sample_s - stats.draft_s
-        if depth > 0 or stats.num_caught_up > 0:
-            self._pass.learn(max(1, batch), stats.draft_s, num_units=stats.num_caught_up, times=depth)
+        if depth > 0 or caught_up > 0:
+            self._pass.learn(max(1, batch), stats.draft_s, num_units=caught_up, times=depth)
             self._handoff_s = self._corrected("handoff", self._handoff_s, rest - self._overhead_s)
         else:
             self._overhead_s = self._corrected("overhead", self._overhead_s, rest)
+        return expected
 
     def _learn_verify(self, stats: StepStats) -> None:
-        alike = self._alike
-        if alike and alike[0].num_rows != stats.num_rows:
-            self._learn_alike()
-        alike.append(stats)
-        if stats.num_drafted or len(alike) == ALIKE_STEPS:
-            self._learn_alike()
+        same_size = self._same_size
+        if same_size and same_size[0].num_rows != stats.num_rows:
+            self._learn_same_size()
+        same_size.append(stats)
+        if stats.num_drafted or len(same_size) == SAME_SIZE_STEPS:
+            self._learn_same_size()
 
-    def _learn_alike(self) -> None:
-        alike = self._alike
-        seconds, context = fmean([each.verify_s for each in alike]), fmean([each.context_len for each in alike])
-        self._verify.learn(alike[0].num_rows, seconds, num_units=context)
-        alike.clear()
+    def _learn_same_size(self) -> None:
+        steps = self._same_size
+        seconds, context = fmean([step.verify_s for step in steps]), fmean([step.context_len for step in steps])
+        self._verify.learn(steps[0].num_rows, seconds, num_units=context)
+        steps.clear()
 
     def error(self) -> tuple[float, float]:
-        """Relative error of the last predictions against what was measured: median and 95th percentile."""
+        """Relative error of the last predictions: median and 95th percentile; zeros before the first step."""
         if not self._errors:
             return 0.0, 0.0
         ordered = sorted(self._errors)
         return ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
 
     def measured(self, table: CostTable) -> None:
-        """Start again from these numbers: something was measured outside the steps."""
+        """Start again from a table that was measured outside the steps."""
         self._start(table, measured=True)
 
     def table(self) -> CostTable:
-        """The numbers as they are now."""
+        """The costs as learned so far."""
         return CostTable(
             tuple(self._verify.values),
             tuple(self._pass.values),
@@ -203,6 +223,6 @@ class CostModel:
             self._usual[name] = size
             return residual
         limit = CLIP * usual
-        # Grows slowly under outliers, so that a lasting change of the machine is followed after all.
+        # Grows slowly under outliers, so that a lasting change of the machine is followed in the end.
         self._usual[name] = usual + 0.05 * (min(size, 2 * limit) - usual)
         return max(-limit, min(limit, residual))

@@ -1,62 +1,38 @@
-"""The policy `goodput`: draft where it adds most tokens per second, and not at all where it adds none.
+"""The policy `goodput`: draft where that adds most tokens per second, and not at all where it adds none.
 
-Joins what is known (cost model, acceptance) with the allocation and the switch. Its clock is the sum of the steps it
-was told of. No torch, no Ray.
+Joins cost model, acceptance estimates, allocation and switch. Its clock is the sum of the observed step durations. No
+torch, no Ray.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
-import numpy.typing as npt
-
-from autoscale.policy.acceptance_rate import Acceptance, kind_of
+from autoscale.policy.acceptance_rate import Acceptance
 from autoscale.policy.allocation import Allocation, allocate
-from autoscale.policy.cost_model import BATCH_KNOTS, ROW_KNOTS, CostModel, CostTable
+from autoscale.policy.batch_facts import BatchObserver
+from autoscale.policy.choice_builder import ChoiceBuilder
+from autoscale.policy.cost_model import BATCH_KNOTS, ROW_KNOTS, CostModel, CostTable, StepCost
+from autoscale.policy.depth_search import DepthSearch
+from autoscale.policy.expected_tokens import expected_tokens
+from autoscale.policy.held_choice import HELD_STEPS, Chosen, HeldChoice
 from autoscale.policy.lookup_k import LookupK
 from autoscale.policy.switch import HysteresisSwitch, Mode, SwitchParams
-from engine.config import DRAFT_METHODS, MAX_K
-from engine.core.pacing import NUM_MATCH_CLASSES, KChoice, Prior, SpeculationPlan
+from engine.config import DRAFT_METHODS
+from engine.core.pacing import KChoice, Prediction, Prior, SpeculationPlan
 from engine.core.request import Request
 from engine.core.stats import StepStats
 
 PROBE_REQUESTS = 2
+"""Requests that draft in a probe of acceptance, at least; else one in eight."""
 PROBE_K = 2
-CATCH_UP_STEPS = 64
-"""Steps over which the price of letting the draft read what it missed is spread."""
-KEPT_STEPS = 8
-"""So long a choice holds while the batch stays the same, or nothing is drafted: choosing takes time from the steps."""
-WIDE_SEARCH_CHOICES = 4
-PRICED_ROWS = 4  # rows over which the price of one row is averaged
+"""K of a probe of acceptance."""
 DEFAULT_SWITCH = SwitchParams()
-FIRST_ANSWER_LEN = 128.0
-"""Tokens of an answer before one has ended."""
-LENGTH_RATE = 0.05
-"""Weight of a request in the mean lengths of prompts and answers."""
 GOOD_DRAFT = 0.9
-"""Acceptance at which a load that drafts could pay for would show it."""
+"""Acceptance rate of a good draft, for the question whether any draft could pay."""
 
 _OFF = KChoice(0, "off")
-_NOT_BELIEVED, _TOO_MANY, _BASELINE = (KChoice(0, reason) for reason in ("acceptance", "batch", "probe"))
-_CHOICES = (_NOT_BELIEVED, *(KChoice(k, "plan") for k in range(1, MAX_K + 1)))
-_NO_LOOKUP = (0,) * NUM_MATCH_CLASSES
-_PROBES = tuple(KChoice(k, "probe") for k in range(PROBE_K + 1))
-
-
-@dataclass(frozen=True, slots=True)
-class _BatchFacts:
-    """What changes slowly about a batch."""
-
-    requests: Sequence[Request]
-    keys: Sequence[int]
-    kinds: npt.NDArray[np.int64]
-    """[B] rows in `Acceptance`."""
-    kind_list: list[int]
-    """The same."""
-    beyond: npt.NDArray[np.bool_] | None
-    """[B, max_k] positions that a request may not get; None when all may get all."""
 
 
 class Goodput:
@@ -64,10 +40,11 @@ class Goodput:
 
     Args:
         cost: of this engine's steps.
-        acceptance: of this engine's draft.
-        max_k: bound under every plan.
-        method: of drafting; priors of another one are left alone.
-        free: for prompt lookup that is asked before the method; None where that is not done.
+        acceptance: of this engine's draft method.
+        max_k: upper bound of K under every plan.
+        method: name of the draft method; priors of other methods are not used.
+        lookup: K of prompt lookup drafts that are asked before the method; None where that is not done.
+        switch: parameters of the switch.
     """
 
     def __init__(
@@ -82,239 +59,181 @@ class Goodput:
     ) -> None:
         self.cost = cost
         self.acceptance = acceptance
+        self.lookup = lookup
         self.switch = HysteresisSwitch(switch)
         self._max_k = max_k
         self._method = method
-        self.lookup = lookup
         self._now_s = 0.0
-        self._num_choices = 0
-        self._depth = 1
-        self._batch = _BatchFacts((), (), np.zeros(0, dtype=np.int64), [], None)
-        self._missed = 0.0
-        self._prompt_len, self._answer_len = 0.0, FIRST_ANSWER_LEN
-        self._price = 0.0
-        self._k_by_match: list[tuple[int, ...]] = []
-        self._kept: Sequence[KChoice] = ()
-        self._kept_plan: SpeculationPlan | None = None
-        self._kept_place: tuple[Sequence[int], int] = ((), 0)  # keys of the batch, rows of prompts
-        self._kept_steps = 0
-        self._idle: KChoice | None = None  # while off: what everybody gets, whoever comes and goes
-        self._made: dict[tuple[int, int], KChoice] = {}  # choices at these prices, by id of the bare one and kind
+        self._batch = BatchObserver(max_k)
+        self._depth_search = DepthSearch()
+        self._builder = ChoiceBuilder(cost, acceptance, lookup)
+        self._held = HeldChoice()
         self._priors: tuple[Prior, ...] = ()
-        self._known: dict[int, int] = {}  # request key -> tokens the draft has read
-        self._optimist = GOOD_DRAFT ** np.arange(1, max_k + 1)
-        self.predicted: Allocation | None = None
-        """Of the step chosen last; None where there was nothing to choose."""
+        self._expected: Allocation | None = None  # of the step chosen for last, until it is observed
+        self._num_switches = self._num_probes = 0  # up to the step observed last
 
     @property
     def num_tracked(self) -> int:
-        """Requests something is remembered of."""
-        return max(len(self._known), self.acceptance.num_tracked)
+        """Number of requests of which something is remembered."""
+        return max(self._batch.num_tracked, self.acceptance.num_tracked)
 
     def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[KChoice]:
-        width = min(plan.max_k, self._max_k)
-        if not decodes or width == 0:
-            self.predicted = None
+        """See `engine.core.pacing.Pacer`."""
+        max_k = min(plan.max_k, self._max_k)
+        if not decodes or max_k == 0:
+            self._expected = None
             return [_OFF] * len(decodes)
         keys = [request.key for request in decodes]
-        place = (keys, num_prefill_rows)
-        if plan is self._kept_plan and self._kept_steps > 0:
-            self._kept_steps -= 1
-            if place == self._kept_place:
-                return self._kept
-            if self._idle is not None:
-                self.predicted = None
-                kinds = [kind_of(request.submit.sampling.workload) for request in decodes]
-                return self._complete_all([self._idle] * len(decodes), kinds)
-        self._kept = self._choose(plan, decodes, keys, num_prefill_rows, width)
-        self._kept_plan, self._kept_place = plan, place
-        return self._kept
+        chosen = self._held.take(plan, decodes, keys, num_prefill_rows)
+        if chosen is None:
+            self._adopt_priors(plan)
+            chosen = self._choose_anew(plan, decodes, keys, num_prefill_rows, max_k)
+        self._expected = chosen.expected
+        return chosen.choices
 
-    def _choose(
-        self, plan: SpeculationPlan, decodes: Sequence[Request], keys: list[int], num_prefill_rows: int, width: int
-    ) -> Sequence[KChoice]:
-        if plan.priors is not self._priors:
-            self._priors = plan.priors
-            self.acceptance.believe([prior for prior in plan.priors if prior.method == self._method])
-        best, plain_s, prompts_s = self._best(decodes, keys, width, num_prefill_rows)
-        gain = best.goodput * plain_s / len(decodes)
-        worth_probing = self.switch.is_on or self._could_pay(len(decodes), plain_s, num_prefill_rows)
-        mode = self.switch.decide(
-            gain, self._now_s, worth_probing=worth_probing, has_lookup_drafts=any(map(any, self._k_by_match))
-        )
-        chosen = best if mode == "on" else Allocation(best.ks * 0, float(len(decodes)), plain_s)
-        self.predicted = replace(chosen, seconds=chosen.seconds + prompts_s)
-        rows = len(decodes) + num_prefill_rows + int(chosen.ks.sum())
-        self._reprice(best, rows, width, max(chosen.goodput, len(decodes) / plain_s))
-        if mode == "on":
-            bare = [_CHOICES[k] for k in best.ks.tolist()]
-        else:
-            bare = self._unless_on(mode, decodes, width, worth_probing=worth_probing)
-        self._idle = bare[0] if mode == "off" else None
-        self._kept_steps = KEPT_STEPS - 1 if mode in ("on", "off") else 0
-        return self._complete_all(bare, self._batch.kind_list)
-
-    def _unless_on(self, mode: Mode, decodes: Sequence[Request], width: int, *, worth_probing: bool) -> list[KChoice]:
-        if mode == "baseline":
-            return [_BASELINE] * len(decodes)
-        choices = [_NOT_BELIEVED if worth_probing else _TOO_MANY] * len(decodes)
-        if mode == "probe":
-            willing = [i for i, r in enumerate(decodes) if r.submit.speculative.enabled]
-            if worth_probing:  # acceptance is in doubt: a few requests tell it
-                willing, k = willing[: max(PROBE_REQUESTS, len(willing) // 8)], min(PROBE_K, width)
-            else:  # costs are in doubt: what would be chosen if they were lower
-                k = 1
-            for index in willing:
-                choices[index] = _PROBES[k]
-        return choices
-
-    def _reprice(self, best: Allocation, rows: int, width: int, goodput: float) -> None:
-        """What a position must yield to pay: goodput times the seconds of its row, and of its share of a pass."""
-        row_s = self.cost.row_s(rows, PRICED_ROWS)
-        deep = max(1, int((best.ks > 1).sum()))
-        self._price = goodput * (row_s + self.cost.pass_s(deep) / deep**2)
-        if self.lookup is not None:
-            self._k_by_match = self.lookup.ks(tokens_per_s=goodput, row_s=row_s, width=width)
-        self._made.clear()
-
-    def _complete_all(self, bare: Sequence[KChoice], kinds: Sequence[int]) -> list[KChoice]:
-        made = self._made
-        # A bare choice is one of this module's constants, so its id names it for good.
-        places = zip(bare, kinds, strict=True)
-        return [made.get((id(choice), kind)) or self._complete(choice, kind) for choice, kind in places]
-
-    def _complete(self, bare: KChoice, kind: int) -> KChoice:
-        """With the floor of confidence, and K of drafts that cost nothing but their rows."""
-        exit_threshold, k_by_match = 0.0, None
-        if bare.k > 1 and self.acceptance.has_confidences:
-            cumulative_acceptance = self._price / max(1e-3, self.acceptance.deeper(kind))
-            exit_threshold = self.acceptance.confidence_of(cumulative_acceptance, kind)
-        if self.lookup is not None:
-            k_by_match = _NO_LOOKUP if bare is _BASELINE else self._k_by_match[kind]
-        done = self._made[id(bare), kind] = replace(bare, k_by_match=k_by_match, exit_threshold=exit_threshold)
-        return done
-
-    def observe(self, stats: StepStats) -> None:
+    def observe(self, stats: StepStats) -> Prediction:
+        """See `engine.core.pacing.Pacer`."""
         self._now_s += stats.step_s
-        self.cost.observe(stats)
-        outcomes = stats.outcomes
+        prediction = self._predict(stats, self.cost.observe(stats))
         if self.lookup is not None:
-            self.lookup.observe(outcomes, stats.ended)
-        outcomes = tuple([outcome for outcome in outcomes if outcome.source == "method"])
+            self.lookup.observe(stats.outcomes, stats.ended)
+        outcomes = [outcome for outcome in stats.outcomes if outcome.source == "method"]
         self.acceptance.observe(outcomes)
         self.acceptance.forget(stats.ended)
         if outcomes:
             self.switch.drafted(self._now_s)
-        for outcome in outcomes:
-            self._known[outcome.key] = outcome.num_tokens
-        for key in stats.ended:
-            self._known.pop(key, None)
+        self._batch.observe(outcomes, stats.ended)
+        return prediction
+
+    def _predict(self, stats: StepStats, cost: StepCost) -> Prediction:
+        """What was expected of a step that `cost` has been observed of and `acceptance` not yet."""
+        expected, self._expected = self._expected, None
+        switched = self.switch.num_switches > self._num_switches
+        probed = self.switch.num_probes > self._num_probes
+        self._num_switches, self._num_probes = self.switch.num_switches, self.switch.num_probes
+        return Prediction(
+            seconds=cost.seconds,
+            plain_s=cost.plain_s,
+            # Another policy may have chosen this step; then its K is priced here.
+            expected_tokens=expected_tokens(stats, self.acceptance, self.lookup)
+            if expected is None
+            else expected.tokens,
+            expected_s=cost.seconds if expected is None else expected.seconds,
+            switched=("on" if self.switch.is_on else "off") if switched else None,
+            probed=probed,
+        )
+
+    def _adopt_priors(self, plan: SpeculationPlan) -> None:
+        if plan.priors is not self._priors:
+            self._priors = plan.priors
+            self.acceptance.adopt([prior for prior in plan.priors if prior.method == self._method])
+
+    def _choose_anew(
+        self, plan: SpeculationPlan, decodes: Sequence[Request], keys: list[int], num_prefill_rows: int, max_k: int
+    ) -> Chosen:
+        best, plain_s, prompts_s = self._best(decodes, keys, max_k, num_prefill_rows)
+        gain = best.goodput * plain_s / len(decodes)
+        worth_probing = self.switch.is_on or self._could_pay(len(decodes), plain_s, num_prefill_rows)
+        mode = self.switch.decide(
+            gain, self._now_s, worth_probing=worth_probing, has_lookup_drafts=self._builder.has_lookup_drafts
+        )
+        used = best if mode == "on" else Allocation(best.ks * 0, float(len(decodes)), plain_s)
+        rows = len(decodes) + num_prefill_rows + int(used.ks.sum())
+        self._builder.reprice(best, rows, max_k, max(used.goodput, len(decodes) / plain_s))
+        choices = self._choices(mode, best, decodes, max_k, worth_probing=worth_probing)
+        chosen = Chosen(choices, replace(used, seconds=used.seconds + prompts_s))
+        self._held.hold(
+            chosen,
+            plan,
+            keys,
+            num_prefill_rows,
+            num_steps=HELD_STEPS - 1 if mode in ("on", "off") else 0,
+            by_workload=self._builder.zero_by_workload(choices[0].reason) if mode == "off" else None,
+        )
+        return chosen
+
+    def _choices(
+        self, mode: Mode, best: Allocation, decodes: Sequence[Request], max_k: int, *, worth_probing: bool
+    ) -> list[KChoice]:
+        build, workloads = self._builder.build, self._batch.facts.workloads
+        if mode == "on":
+            return build(best.ks.tolist(), workloads, reason="plan", zero_reason="acceptance")
+        ks = [0] * len(decodes)
+        if mode == "baseline":
+            return build(ks, workloads, reason="probe", zero_reason="probe", lookup_allowed=False)
+        if mode == "probe":
+            probed = [index for index, request in enumerate(decodes) if request.submit.speculative.enabled]
+            k = 1
+            if worth_probing:  # Acceptance is uncertain: a few requests are enough to measure it.
+                probed, k = probed[: max(PROBE_REQUESTS, len(probed) // 8)], min(PROBE_K, max_k)
+            # Else costs are uncertain: all draft one token, which is what would be chosen if they were lower.
+            for index in probed:
+                ks[index] = k
+        return build(ks, workloads, reason="probe", zero_reason="acceptance" if worth_probing else "batch")
 
     def _best(
-        self, decodes: Sequence[Request], keys: list[int], width: int, num_prefill_rows: int
+        self, decodes: Sequence[Request], keys: list[int], max_k: int, num_prefill_rows: int
     ) -> tuple[Allocation, float, float]:
         """The best allocation, the duration of the step without drafts and prompts, and what the prompts add.
 
-        Prompts must be computed whatever is drafted beside them, so their time is nobody's gain: counted in, it would
-        make a row look cheap where the next steps yield the same token for less. What a row adds is priced beside them.
+        Prompts are computed whatever is drafted, so their time is left out of the goodput that is compared. With it a
+        row would look cheap, while the following steps yield the same token for less. The cost of a drafted row does
+        depend on them: it is the cost of one more row than the decodes and the prompts.
         """
-        depths = self._depths(keys, decodes, width)
-        batch, facts = len(keys), self._batch
+        is_wide = self._depth_search.is_wide(same_batch=keys == self._batch.facts.keys)
+        if is_wide:
+            self._batch.refresh(decodes, keys)
+        depths = self._depth_search.depths(max_k, is_wide=is_wide)
+        batch, facts, cost = len(keys), self._batch.facts, self.cost
         rows = batch + num_prefill_rows
         context = sum([request.num_computed for request in decodes])
-        deepest = max(depths)
-        cumulative_acceptance = self.acceptance.cumulative_acceptance_of(keys, facts.kinds, deepest)
-        if facts.beyond is not None:
-            cumulative_acceptance[facts.beyond[:, :deepest]] = 0.0
-        plain_s = self.cost.step_s(batch, context)
+        width = depths[-1]
+        cumulative_acceptance = self.acceptance.cumulative_acceptance_of(keys, facts.workload_indices, width)
+        if facts.disallowed is not None:
+            cumulative_acceptance[facts.disallowed[:, :width]] = 0.0
+        catch_up_tokens = self._batch.catch_up_tokens(batch + float(cumulative_acceptance[:, 0].sum()))
+        plain_s = cost.step_s(batch, context)
         best = allocate(
             cumulative_acceptance,
             base_s=plain_s,
-            fixed_s=self.cost.handoff_s
-            + self.cost.catch_up_s * self._catch_up_tokens(batch + float(cumulative_acceptance[:, 0].sum())),
-            pass_s=self.cost.pass_s(batch),
-            added_s=self.cost.added_rows_s(rows, cumulative_acceptance.size),
+            fixed_s=cost.handoff_s + cost.catch_up_s * catch_up_tokens,
+            pass_s=cost.pass_s(batch),
+            added_s=cost.added_rows_s(rows, cumulative_acceptance.size),
             depths=depths,
         )
-        self._depth = max(1, best.depth)
-        whole_s = self.cost.step_s(rows, context, num_prompt_rows=num_prefill_rows)
-        return best, plain_s, whole_s - plain_s
-
-    def _catch_up_tokens(self, tokens: float) -> float:
-        """Committed tokens that the draft reads per step: what a step yields, its share of prompts, what was missed."""
-        return tokens * (1 + self._prompt_len / self._answer_len) + self._missed / CATCH_UP_STEPS
-
-    def _depths(self, keys: list[int], decodes: Sequence[Request], width: int) -> range:
-        """The depth chosen last and a neighbour, in turns; all of them when the batch has changed, and now and then.
-
-        The latter is also when slow facts are looked up again: kinds, caps, and what the draft has not read.
-        """
-        self._num_choices += 1
-        if keys == self._batch.keys and self._num_choices % WIDE_SEARCH_CHOICES:
-            depth = min(width, self._depth)
-            return (
-                range(max(1, depth - 1), depth + 1)
-                if self._num_choices % 2
-                else range(depth, min(width, depth + 1) + 1)
-            )
-        self._note_lengths(decodes)
-        kinds = [kind_of(request.submit.sampling.workload) for request in decodes]
-        caps = np.array([_cap(request, self._max_k) for request in decodes])
-        beyond = np.arange(self._max_k)[None, :] >= caps[:, None]
-        self._batch = _BatchFacts(decodes, keys, np.array(kinds), kinds, beyond if beyond.any() else None)
-        known = self._known
-        missed = sum([len(request.tokens) - known.get(request.key, 0) for request in decodes]) - len(keys)
-        self._missed = float(max(0, missed))
-        return range(1, width + 1)
-
-    def _note_lengths(self, decodes: Sequence[Request]) -> None:
-        before = set(self._batch.keys)
-        for request in decodes:
-            if request.key not in before:
-                self._prompt_len += (LENGTH_RATE if self._prompt_len else 1.0) * (request.num_prompt - self._prompt_len)
-        for request in self._batch.requests:
-            if request.finish_reason is not None:
-                self._answer_len += LENGTH_RATE * (request.num_generated - self._answer_len)
+        self._depth_search.found(best.depth)
+        with_prompts_s = cost.step_s(rows, context, num_prompt_rows=num_prefill_rows)
+        return best, plain_s, with_prompts_s - plain_s
 
     def _could_pay(self, batch: int, plain_s: float, num_prefill_rows: int) -> bool:
-        """Whether one more drafted token each would pay if the draft were good."""
+        """Whether one more drafted token per request would pay if the draft were good."""
         rows = batch + num_prefill_rows
         seconds = plain_s + self.cost.handoff_s + self.cost.pass_s(batch)
         seconds += batch * self.cost.row_s(rows, batch)
-        return float(1 + self._optimist[0]) / seconds > 1 / plain_s
-
-
-def _cap(request: Request, width: int) -> int:
-    """Drafts that this request may get at all."""
-    options = request.submit.speculative
-    if not options.enabled:
-        return 0
-    left = request.submit.sampling.max_tokens - request.num_generated - 1
-    return max(0, min(width, left, width if options.max_k is None else options.max_k))
+        return (1 + GOOD_DRAFT) / seconds > 1 / plain_s
 
 
 PRIORS: dict[str, tuple[float, ...]] = {
     "none": (0.0,),
-    "ngram": (0.4, 0.6, 0.7),  # given that something matched; a long match goes on matching
+    "ngram": (0.4, 0.6, 0.7),  # given a match: a long match tends to continue
     "draft_model": (0.75,),
     "eagle": (0.75,),
 }
-"""Acceptance by position before anything was seen, per drafting method. Hopeful on purpose: a step or two of drafting
-tells the truth, while a draft that is never tried never shows it."""
+"""Acceptance rate by position before the first observation, per draft method. Optimistic on purpose: a few drafting
+steps correct a rate that is too high, while a draft that is never tried never shows that its rate is higher."""
 UNMEASURED = CostTable((0.01,) * len(ROW_KNOTS), (0.0,) * len(BATCH_KNOTS))
-"""Costs nothing is known of: drafting is as good as free until the first steps have taught otherwise."""
+"""The cost table before anything was measured: drafting costs next to nothing until the first steps show its cost."""
 
 
 def make_goodput(method: str, max_k: int, table: CostTable = UNMEASURED, *, lookup: bool = False) -> Goodput:
     """The policy for one engine.
 
     Args:
-        method: of drafting; chooses the prior.
-        max_k: bound under every plan.
+        method: name of the draft method; chooses the prior.
+        max_k: upper bound of K under every plan.
         table: costs measured at start.
-        lookup: whether prompt lookup is asked before a model.
+        lookup: whether prompt lookup is asked before a draft model.
     """
-    lookup_k = LookupK(max_k) if method in DRAFT_METHODS and lookup else None
     lookup_k = LookupK(max_k) if method in DRAFT_METHODS and lookup else None
     cost, acceptance = CostModel(table, measured=table is not UNMEASURED), Acceptance(max_k, PRIORS[method])
     return Goodput(cost, acceptance, max_k=max_k, method=method, lookup=lookup_k)

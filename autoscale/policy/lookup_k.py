@@ -1,8 +1,9 @@
-"""K of drafts that cost nothing but their rows: prompt lookup that is asked before a model.
+"""K of prompt lookup drafts, where prompt lookup is asked before a draft model.
 
-Owns what was seen of them, apart from the model's own drafts and by how much of the context recurred (two tokens in a
-row are often chance, eight hardly ever), and their price: a row is worth it where it is likelier to stand than the
-goodput of the step has tokens in the time it takes. No switch and no catching up are needed.
+Owns the acceptance of these drafts, apart from the model's own drafts and by the length of the match: two recurring
+tokens are often chance, eight hardly ever. A lookup draft costs only its rows in the target's forward. So a row is
+drafted where its cumulative acceptance exceeds the tokens that the step yields in the time the row takes. No switch
+and no catching up are needed.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from engine.core.pacing import NUM_MATCH_CLASSES, match_class
 from engine.core.stats import RowOutcome
 
 MARGIN = 1.1
-"""A row has to promise so many times its price: close to it nothing is won, and looking it up takes time, too."""
+"""Factor by which a row must exceed its price. Near the price nothing is gained, and the lookup also takes time."""
 EXPLORE_CALLS = 64
-"""So often one token is drafted although it does not seem to pay."""
+"""One token is drafted in every so many calls although it does not seem to pay, to keep the estimate current."""
 PRIORS = ((0.5, 0.65, 0.7), (0.6, 0.7, 0.75), (0.75, 0.8), (0.85,))
-"""Acceptance by position before anything was seen, per match class; the last one goes on."""
+"""Acceptance rate by position before the first observation, per match class. The last value goes on."""
 
 
 class LookupK:
-    """Of one engine.
+    """K by match class and workload for one engine.
 
     Args:
-        max_k: positions that can ever be drafted.
+        max_k: number of positions that can be drafted.
     """
 
     def __init__(self, max_k: int) -> None:
@@ -36,31 +37,31 @@ class LookupK:
         self._num_calls = 0
 
     def acceptance_of(self, match_len: int) -> Acceptance:
-        """What was seen of drafts where so many tokens recurred."""
+        """The acceptance estimates of drafts whose match had so many tokens."""
         return self._acceptance[match_class(match_len)]
 
     def ks(self, *, tokens_per_s: float, row_s: float, width: int) -> list[tuple[int, ...]]:
-        """K per match class, by kind, as kinds are numbered in Acceptance.
+        """K per match class, in a list by `workload_index`.
 
         Args:
             tokens_per_s: goodput of the step.
-            row_s: seconds that a row more costs the target.
+            row_s: seconds that one more row costs the target.
             width: upper bound of K.
         """
         self._num_calls += 1
         least = min(width, int(self._num_calls % EXPLORE_CALLS == 0))
         by_class = []
         for acceptance in self._acceptance:
-            stands = np.multiply.accumulate(acceptance.rates()[:, :width], axis=1)
-            by_class.append(np.maximum((stands >= MARGIN * tokens_per_s * row_s).sum(axis=1), least).tolist())
+            cumulative = np.multiply.accumulate(acceptance.rates()[:, :width], axis=1)
+            by_class.append(np.maximum((cumulative >= MARGIN * tokens_per_s * row_s).sum(axis=1), least).tolist())
         return list(zip(*by_class, strict=True))
 
     def observe(self, outcomes: Sequence[RowOutcome], ended: Sequence[int]) -> None:
-        """Learn from what became of them."""
-        found: list[list[RowOutcome]] = [[] for _ in self._acceptance]
+        """Learn from the lookup drafts among `outcomes`, and forget the requests that ended."""
+        by_class: list[list[RowOutcome]] = [[] for _ in self._acceptance]
         for outcome in outcomes:
             if outcome.source == "lookup":
-                found[match_class(outcome.match_len)].append(outcome)
-        for acceptance, own in zip(self._acceptance, found, strict=True):
-            acceptance.observe(own)
+                by_class[match_class(outcome.match_len)].append(outcome)
+        for acceptance, matched in zip(self._acceptance, by_class, strict=True):
+            acceptance.observe(matched)
             acceptance.forget(ended)

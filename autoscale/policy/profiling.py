@@ -1,6 +1,6 @@
-"""The first cost table: a few timed forwards at start, kept on disk for the next start on the same machine.
+"""The initial cost table: a few timed forwards at start, cached on disk for the next start on the same machine.
 
-Owns what is timed and the file it is kept in. The forward and the draft are injected; nothing here knows a model.
+Owns what is timed and the cache file. The forward and the draft are injected; nothing here knows a model.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ from engine.sampling.row_sampling import RowSampling
 
 SHORT_CONTEXT, LONG_CONTEXT = 32, 512
 REPEATS, FEW_REPEATS, LONG_FORWARD_S = 6, 2, 0.05
-"""Times that a forward is timed; fewer times when it takes long."""
+"""Repetitions of a timed forward; fewer where one takes longer than LONG_FORWARD_S seconds."""
 SPAN_ROWS = 4
-"""Rows per span of a timed forward: between a plain decode and a long verification."""
-MOST_LOGITS = 128
-"""Rows of a timed forward that yield logits: what is more are prompts, which need none."""
-SPOT_ROWS = (1, 16)
-SPOT_LIMIT = 1.3
-"""A kept table is measured anew when a forward takes this many times longer or shorter than it says."""
+"""Rows per span of a timed forward: between a plain decode and the verification of a long draft."""
+MAX_LOGIT_ROWS = 128
+"""Rows of a timed forward that yield logits. Further rows stand for prompts, which need none."""
+CHECK_ROWS = (1, 16)
+"""Numbers of rows at which a cached table is checked."""
+CHECK_RATIO = 1.3
+"""A cached table is discarded where a forward takes this many times longer or shorter than the table says."""
 VERSION = 5
+"""Version of the table's format and meaning; part of the name of the cache file."""
 _PROFILE_KEY = 1 << 62
-"""Above every request's key."""
+"""First key of the profiling requests, above the key of every real request."""
 
 
 def profile_target(
@@ -53,31 +55,32 @@ def profile_target(
     """Time the target at growing numbers of rows, before the first request arrives.
 
     Args:
-        forward: runs a plan; whatever it writes into the KV cache is overwritten later.
-        block_size, num_blocks: of the cache, block 0 excluded from use.
+        forward: runs one forward; what it writes into the KV cache is overwritten later.
+        block_size: tokens per KV block.
+        num_blocks: blocks of the KV cache; block 0 is not used.
         max_rows, max_spans: limits of one forward.
-        clock: seconds.
+        clock: returns seconds.
 
     Returns:
-        A table without draft costs; rows that do not fit are extended with the last slope.
+        A table without draft costs. Rows past the limits are extrapolated with the last slope.
     """
 
     limits = _Limits(block_size, num_blocks, max_rows, max_spans, clock)
 
     few = min(8, max_spans)
     jobs = [(rows, SHORT_CONTEXT) for rows in (*ROW_KNOTS, few)] + [(few, LONG_CONTEXT)]
-    found = _fastest(forward, limits, jobs)
+    fastest = _fastest(forward, limits, jobs)
     values: list[float] = []
     for rows in ROW_KNOTS:
-        seconds = found.get((rows, SHORT_CONTEXT))
+        seconds = fastest.get((rows, SHORT_CONTEXT))
         if seconds is None:
             last = len(values) - 1
             slope = (values[last] - values[last - 1]) / (ROW_KNOTS[last] - ROW_KNOTS[last - 1]) if last > 0 else 0.0
             seconds = values[last] + slope * (rows - ROW_KNOTS[last])
         values.append(seconds)
-    # Fewer rows never take longer: where they seem to, something else ran.
+    # Fewer rows do not take longer. Where they seem to, another process took the time.
     values = np.minimum.accumulate(values[::-1])[::-1].tolist()
-    short, long = found.get((few, SHORT_CONTEXT)), found.get((few, LONG_CONTEXT))
+    short, long = fastest.get((few, SHORT_CONTEXT)), fastest.get((few, LONG_CONTEXT))
     rate = (long - short) / ((LONG_CONTEXT - SHORT_CONTEXT) * limits.spans(few)) if short and long else 0.0
     return CostTable(tuple(values), (0.0,) * len(BATCH_KNOTS), context_s=max(0.0, rate))
 
@@ -92,12 +95,17 @@ def still_holds(
     max_spans: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> bool:
-    """Whether a few forwards take about as long as a table of another day says; arguments as in `profile_target`."""
+    """Whether a few forwards take about as long as a cached table says.
+
+    Args:
+        table: the cached table.
+        forward, block_size, num_blocks, max_rows, max_spans, clock: see `profile_target`.
+    """
     limits = _Limits(block_size, num_blocks, max_rows, max_spans, clock)
     curve = Curves([Points(knots=ROW_KNOTS, values=table.verify_s)])[0]
-    for (rows, _), seconds in _fastest(forward, limits, [(rows, SHORT_CONTEXT) for rows in SPOT_ROWS]).items():
+    for (rows, _), seconds in _fastest(forward, limits, [(rows, SHORT_CONTEXT) for rows in CHECK_ROWS]).items():
         ratio = seconds / (curve.at(rows) + table.context_s * SHORT_CONTEXT * limits.spans(rows))
-        if not 1 / SPOT_LIMIT < ratio < SPOT_LIMIT:
+        if not 1 / CHECK_RATIO < ratio < CHECK_RATIO:
             return False
     return True
 
@@ -109,33 +117,33 @@ def profile_draft(
     max_rows: int,
     max_k: int,
 ) -> CostTable:
-    """Time the draft at growing batches, before it drafts for anybody.
+    """Time the draft at growing batch sizes, before it drafts for a request.
 
     Args:
-        ask: sends order rows and released keys to the draft and returns its answer.
-        table: what is known of the target.
-        max_rows, max_k: limits of one order.
+        ask: sends draft request rows and released keys to the draft and returns its response.
+        table: costs of the target.
+        max_rows, max_k: limits of one draft request.
 
     Returns:
-        The table with the draft's costs.
+        The table with the draft's costs added.
     """
     depth = min(4, max_k)
     points: list[tuple[int, float]] = []
     handoffs: list[float] = []
-    feeds: list[float] = []
+    catch_ups: list[float] = []
     for batch in sorted({min(size, max_rows) for size in (1, 4, 16)}):
         keys = [_PROFILE_KEY + index for index in range(batch)]
-        told = 1
-        ask([_order(key, 0, 1, 0) for key in keys], [])
+        num_sent = 1
+        ask([_request_row(key, 0, 1, 0) for key in keys], [])
         passes = []
         for _ in range(REPEATS + 1):
-            answer = ask([_order(key, told, 1, depth) for key in keys], [])
-            told += 1
-            passes.append(answer.draft_s / depth)
-            handoffs.append(answer.handoff_s)
+            response = ask([_request_row(key, num_sent, 1, depth) for key in keys], [])
+            num_sent += 1
+            passes.append(response.draft_s / depth)
+            handoffs.append(response.handoff_s)
         points.append((batch, min(passes[1:])))
-        fed = ask([_order(key, told, SHORT_CONTEXT, 0) for key in keys], [])
-        feeds.append(fed.draft_s / (SHORT_CONTEXT * batch))
+        response = ask([_request_row(key, num_sent, SHORT_CONTEXT, 0) for key in keys], [])
+        catch_ups.append(response.draft_s / (SHORT_CONTEXT * batch))
         ask([], keys)
     sizes, seconds = zip(*points, strict=True)
     pass_s = np.interp(BATCH_KNOTS, sizes, seconds)
@@ -144,14 +152,14 @@ def profile_draft(
     return replace(
         table,
         pass_s=tuple(float(value) for value in pass_s),
-        catch_up_s=min(feeds),
+        catch_up_s=min(catch_ups),
         handoff_s=statistics.median(handoffs),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """Of one forward, and what it is timed with."""
+    """Limits of one forward, and the clock that times it."""
 
     block_size: int
     num_blocks: int
@@ -160,42 +168,49 @@ class _Limits:
     clock: Callable[[], float]
 
     def spans(self, rows: int) -> int:
-        """Over which so many rows are spread."""
+        """Number of spans over which so many rows are spread."""
         return min(self.max_spans, -(-rows // SPAN_ROWS))
 
 
 def _fastest(
     forward: Callable[[ForwardInput], object], limits: _Limits, jobs: Sequence[tuple[int, int]]
 ) -> dict[tuple[int, int], float]:
-    """Seconds of a forward per (rows, cached tokens per span); without those that do not fit.
+    """Seconds of a forward by (rows, cached tokens per span); jobs past the limits are left out.
 
-    Jobs take turns and the fastest of each counts, because whatever else the machine does only ever adds time.
+    Jobs take turns and the fastest run of each counts, because other processes can only add time.
     """
-    plans: dict[tuple[int, int], ForwardInput] = {}
+    inputs: dict[tuple[int, int], ForwardInput] = {}
     for rows, context in jobs:
         num_spans = limits.spans(rows)
         q_lens = [rows // num_spans + (index < rows % num_spans) for index in range(num_spans)]
         width = -(-(context + max(q_lens)) // limits.block_size)
         if rows <= limits.max_rows and num_spans * width <= limits.num_blocks - 1:
-            plans[rows, context] = _plan(q_lens, context, width, limits.block_size)
-    best = dict.fromkeys(plans, math.inf)
+            inputs[rows, context] = _forward_input(q_lens, context, width, limits.block_size)
+    best = dict.fromkeys(inputs, math.inf)
     for turn in range(1 + REPEATS):  # the first one warms up
-        for job, plan in plans.items():
+        for job, forward_input in inputs.items():
             if turn > FEW_REPEATS and best[job] > LONG_FORWARD_S:
                 continue
             begin = limits.clock()
-            forward(plan)
+            forward(forward_input)
             if turn > 0:
                 best[job] = min(best[job], limits.clock() - begin)
     return best
 
 
-def _order(key: int, start: int, num_new_tokens: int, k: int) -> DraftRequestRow:
+def _request_row(key: int, start: int, num_new_tokens: int, k: int) -> DraftRequestRow:
     return DraftRequestRow(key, start, (1,) * num_new_tokens, k, RowSampling(0.0, 1.0, 0, 0, False))
 
 
-def _plan(q_lens: Sequence[int], context: int, width: int, block_size: int) -> ForwardInput:
-    """Spans of these many rows after `context` tokens each, every span in blocks of its own."""
+def _forward_input(q_lens: Sequence[int], context: int, width: int, block_size: int) -> ForwardInput:
+    """One span of each length in `q_lens` after `context` cached tokens, each in separate KV blocks.
+
+    Args:
+        q_lens: rows of each span.
+        context: cached tokens before each span.
+        width: KV blocks per span.
+        block_size: tokens per KV block.
+    """
     spans = len(q_lens)
     tables = (1 + np.arange(spans * width, dtype=np.int32)).reshape(spans, width)
     positions = [np.arange(context, context + length, dtype=np.int32) for length in q_lens]
@@ -208,24 +223,24 @@ def _plan(q_lens: Sequence[int], context: int, width: int, block_size: int) -> F
         q_lens=np.array(q_lens, dtype=np.int32),
         kv_lens=np.array(q_lens, dtype=np.int32) + np.int32(context),
         block_tables=tables,
-        logit_rows=np.arange(min(rows, MOST_LOGITS), dtype=np.int32),
+        logit_rows=np.arange(min(rows, MAX_LOGIT_ROWS), dtype=np.int32),
     )
 
 
 class TableCache:
-    """Cost tables on disk, one file per (model, hardware, threads, settings that change a step).
+    """Cost tables on disk, one file per model, machine and settings that change the cost of a step.
 
     Args:
-        folder: made when needed.
-        identity: everything that makes two machines or models differ; hashed into the file's name.
+        folder: created when needed.
+        identity: everything in which two models or machines differ; hashed into the file's name.
     """
 
     def __init__(self, folder: Path, identity: dict[str, str]) -> None:
-        named = json.dumps(identity | {"version": str(VERSION), "processor": processor()}, sort_keys=True)
-        self._path = folder / f"{hashlib.blake2b(named.encode(), digest_size=12).hexdigest()}.json"
+        name = json.dumps(identity | {"version": str(VERSION), "processor": processor()}, sort_keys=True)
+        self._path = folder / f"{hashlib.blake2b(name.encode(), digest_size=12).hexdigest()}.json"
 
     def load(self) -> CostTable | None:
-        """The table kept last; None when there is none or it cannot be read."""
+        """The cached table; None where there is none or it cannot be read."""
         try:
             table = msgspec.json.decode(self._path.read_bytes(), type=CostTable)
         except (OSError, msgspec.DecodeError):
@@ -235,19 +250,19 @@ class TableCache:
         return table
 
     def store(self, table: CostTable) -> None:
-        """Keep a table; a disk that refuses costs only the next start a second."""
+        """Cache a table. An error of the disk is ignored: it costs the next start about a second."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, name = tempfile.mkstemp(dir=self._path.parent)
+            descriptor, path = tempfile.mkstemp(dir=self._path.parent)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(msgspec.json.encode(table))
-            os.replace(name, self._path)
+            os.replace(path, self._path)
         except OSError:
             return
 
 
 def processor() -> str:
-    """The processor's name and number of cores."""
+    """Name, features and number of cores of the processor."""
     name = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -1,16 +1,16 @@
-"""How many replicas: as few as keep the time per output token at its objective.
+"""How many replicas: the fewest that keep the time per output token (TPOT) at its objective.
 
-Owns the decision, as one pure function of what the replicas say. Each replica says how its time per token grows with
-its batch, with drafting as it would be there: more replicas mean smaller batches, where drafting pays, so a replica
-more can shorten a step and lengthen what it yields. Knows neither Serve nor Ray;
+Owns the decision, as one pure function of the replicas' loads. Each replica reports its TPOT by batch size, with the
+drafting that would pay there. More replicas mean smaller batches, in which drafting pays more. So one more replica can
+both shorten a step and raise the tokens that it yields. Knows neither Serve nor Ray;
 `deployments.cluster.serve_autoscaling` is the adapter.
 
-Two demands are weighed against the largest batch b* that meets the objective:
+Two demands are compared with the largest batch b* that meets the objective:
 
-    rate    tokens/s asked for over tokens/s of a replica at b*      what is needed if requests arrive at a rate
-    width   requests at once over b*                                 what is needed while the objective is missed
+    rate    requested tokens/s over tokens/s of a replica at b*      needed where requests arrive at a given rate
+    width   concurrent requests over b*                              needed while the objective is missed
 
-At a given arrival rate fewer requests are under way when each ends sooner, so the second alone would scale too far.
+At a given arrival rate fewer requests are concurrent when each ends sooner, so the width alone would scale too far.
 """
 
 from __future__ import annotations
@@ -22,42 +22,45 @@ from dataclasses import dataclass
 from engine.metrics.labels import ScalingReason
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-"""Batches at which a replica says its time per token."""
+"""Batch sizes at which a replica reports its TPOT."""
 TPOT_PREFIX = "tpot_s_"
+"""Name of a TPOT in `ReplicaLoad.as_numbers`, without the batch size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingParams:
-    """What the operator wants."""
+    """The operator's objective."""
 
     tpot_s: float = 0.025
-    """Objective: seconds per output token of a request."""
+    """Largest TPOT of a request in seconds."""
     headroom: float = 0.85
-    """A replica goes only if the others then stay below this share of the objective."""
+    """Share of the objective below which the TPOT must stay after a replica is removed."""
     nearest: float = 1.25
-    """Where even a batch of one misses the objective: this many times what a batch of one takes."""
+    """The objective where a batch of one misses it: this many times the TPOT of a batch of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
-    """What one replica says, averaged over the last while."""
+    """Load of one replica, averaged over its last reports."""
 
     num_running: float
+    """Requests in the batch."""
     num_waiting: float
+    """Requests that wait for a place in the batch."""
     tokens_per_s: float
-    """Emitted."""
+    """Emitted tokens per second."""
     tpot_s: tuple[float, ...]
-    """Seconds per token of a request at each of BATCHES, with the K that pays there."""
+    """[len(BATCHES)] Seconds per output token of a request at each batch size, with the K that pays there."""
 
     def as_numbers(self) -> dict[str, float]:
-        """As Serve carries it: names and numbers."""
+        """The load as Serve transports it: numbers by name."""
         curve = {f"{TPOT_PREFIX}{batch}": value for batch, value in zip(BATCHES, self.tpot_s, strict=True)}
         counts = {"running": self.num_running, "waiting": self.num_waiting, "tokens_per_s": self.tokens_per_s}
         return counts | curve
 
     @classmethod
     def from_numbers(cls, numbers: Mapping[str, float]) -> ReplicaLoad | None:
-        """The reverse of `as_numbers`; None while a replica has not said everything."""
+        """The inverse of `as_numbers`; None where a number is missing."""
         try:
             return cls(
                 num_running=numbers["running"],
@@ -74,31 +77,34 @@ class ReplicaDecision:
     """How many replicas there should be, and why."""
 
     replicas: int
+    """Number of replicas."""
     reason: ScalingReason
+    """Why that number."""
     tpot_s: float = 0.0
-    """Predicted at that number; 0 where nothing is known."""
+    """Predicted TPOT at that number in seconds; 0 where no replica has reported."""
 
 
 def decide(
-    snapshot: Sequence[ReplicaLoad], *, target: int, minimum: int, maximum: int, params: ScalingParams
+    loads: Sequence[ReplicaLoad], *, target: int, minimum: int, maximum: int, params: ScalingParams
 ) -> ReplicaDecision:
-    """The number of replicas.
+    """Decide the number of replicas.
 
     Args:
-        readings: of the replicas that said something.
-        target: replicas wanted so far.
-        minimum, maximum: bounds.
+        loads: of the replicas that have reported.
+        target: current target number of replicas.
+        minimum, maximum: bounds of the number.
+        params: the objective.
     """
-    if not snapshot:
+    if not loads:
         return ReplicaDecision(min(maximum, max(minimum, target)), "no_data")
-    curve = _mean_curve(snapshot)
+    curve = _mean_curve(loads)
     objective = max(params.tpot_s, params.nearest * curve[0])
     reachable = curve[0] <= params.tpot_s
-    demand = _demand(snapshot)
+    demand = _demand(loads)
     wanted = _needed(demand, curve, objective, target)
     with_headroom = _needed(demand, curve, max(params.headroom * objective, curve[0]), target)
     if wanted > target:
-        number, reason = wanted, _why(demand, reachable)
+        number, reason = wanted, _scale_up_reason(demand, reachable=reachable)
     elif with_headroom < target:
         number, reason = with_headroom, "spare"
     else:
@@ -109,30 +115,31 @@ def decide(
 
 @dataclass(frozen=True, slots=True)
 class _Demand:
-    """Of all replicas."""
+    """Demand on all replicas together."""
 
     width: float
-    """Requests at once, those that wait included."""
+    """Concurrent requests, waiting ones included."""
     num_waiting: float
+    """Requests that wait."""
     tokens_per_s: float
-    """Emitted now, and what those that wait would add."""
+    """Tokens per second emitted now, plus those that the waiting requests would add."""
 
 
-def _demand(snapshot: Sequence[ReplicaLoad]) -> _Demand:
-    running = sum(reading.num_running for reading in snapshot)
-    waiting = sum(reading.num_waiting for reading in snapshot)
-    rate = sum(reading.tokens_per_s for reading in snapshot)
+def _demand(loads: Sequence[ReplicaLoad]) -> _Demand:
+    running = sum(load.num_running for load in loads)
+    waiting = sum(load.num_waiting for load in loads)
+    rate = sum(load.tokens_per_s for load in loads)
     return _Demand(running + waiting, waiting, rate * (running + waiting) / running if running > 0 else rate)
 
 
-def _why(demand: _Demand, reachable: bool) -> ScalingReason:
+def _scale_up_reason(demand: _Demand, *, reachable: bool) -> ScalingReason:
     if not reachable:
         return "unreachable"
     return "queue" if demand.num_waiting >= 1 else "slow"
 
 
 def _needed(demand: _Demand, curve: Sequence[float], objective: float, target: int) -> int:
-    """Replicas with which the time per token stays within `objective`."""
+    """Number of replicas with which the TPOT stays within `objective` seconds."""
     largest = _largest_batch(curve, objective)
     needed = demand.tokens_per_s * objective / largest
     if demand.width > largest * target:
@@ -140,17 +147,17 @@ def _needed(demand: _Demand, curve: Sequence[float], objective: float, target: i
     return max(1, math.ceil(needed - 1e-9))
 
 
-def _mean_curve(snapshot: Sequence[ReplicaLoad]) -> list[float]:
-    """Mean over replicas, made non-decreasing."""
+def _mean_curve(loads: Sequence[ReplicaLoad]) -> list[float]:
+    """TPOT by batch size: the mean over replicas, made non-decreasing."""
     curve: list[float] = []
     for index in range(len(BATCHES)):
-        mean = sum(reading.tpot_s[index] for reading in snapshot) / len(snapshot)
+        mean = sum(load.tpot_s[index] for load in loads) / len(loads)
         curve.append(max(mean, curve[-1] if curve else 1e-6))
     return curve
 
 
 def _largest_batch(curve: Sequence[float], objective: float) -> float:
-    """Where the curve crosses the objective; within BATCHES."""
+    """Batch size at which the curve crosses the objective, within BATCHES."""
     for index in range(1, len(BATCHES)):
         if curve[index] > objective:
             low, high = BATCHES[index - 1], BATCHES[index]
@@ -160,7 +167,7 @@ def _largest_batch(curve: Sequence[float], objective: float) -> float:
 
 
 def _batch(demand: _Demand, curve: Sequence[float], replicas: int) -> float:
-    """The batch at which a replica serves its share of the rate; at most its share of the width when that is larger."""
+    """Batch size at which a replica serves its share of the rate, bounded by its share of the width (at least one)."""
     rate = demand.tokens_per_s / replicas
     widest = max(1.0, demand.width / replicas)
     batch = 1.0
@@ -170,7 +177,7 @@ def _batch(demand: _Demand, curve: Sequence[float], replicas: int) -> float:
 
 
 def _at(curve: Sequence[float], batch: float) -> float:
-    """The curve between its points; beyond the last one its last slope goes on."""
+    """The TPOT at any batch size, interpolated; beyond the last point the last slope goes on."""
     index = next((i for i in range(1, len(BATCHES)) if batch <= BATCHES[i]), len(BATCHES) - 1)
     low, high = BATCHES[index - 1], BATCHES[index]
     return curve[index - 1] + (batch - low) / (high - low) * (curve[index] - curve[index - 1])

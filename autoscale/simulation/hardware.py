@@ -1,6 +1,6 @@
-"""What steps cost on machines that need not be at hand: measured once, or from a data sheet.
+"""Cost tables of machines: measured once, or derived from a data sheet.
 
-Owns the tables by name, for `paceline simulate` and for tests. A deployment never reads them; it measures its own.
+Owns the tables by name, for `paceline simulate` and for tests. A deployment never uses them; it measures its own.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def roofline_table(
     kv_bytes_per_token: float,
     launch_s: float = 0.0,
 ) -> CostTable:
-    """Costs of hardware from its data sheet: the longer of reading all weights and doing all arithmetic.
+    """Costs from a data sheet: a forward takes the longer of reading all weights and doing all arithmetic.
 
     Args:
-        target_bytes, draft_bytes: weights that one device reads for a forward.
-        target_flops_per_token, draft_flops_per_token: on one device.
-        bytes_per_s, flops_per_s: of one device, as achieved rather than as advertised.
-        kv_bytes_per_token: of the target, on one device.
-        launch_s: per forward, independent of size.
+        target_bytes, draft_bytes: bytes of weights that one device reads in a forward.
+        target_flops_per_token, draft_flops_per_token: floating-point operations of one device per token.
+        bytes_per_s, flops_per_s: achievable rates of one device, below the advertised ones.
+        kv_bytes_per_token: bytes of the target's KV cache on one device per token.
+        launch_s: seconds per forward that do not depend on its size.
     """
 
     def forward(size: float, flops: float, rows: int) -> float:
@@ -54,9 +54,10 @@ def roofline_table(
 
 
 def h100_llama_70b() -> CostTable:
-    """Llama-3-70B in 16 bits on one H100-class device's worth of bandwidth per quarter, with a 1B draft on the first.
+    """Llama-3-70B in 16 bits on four H100-class devices, with a 1B draft on the first one.
 
-    140 GB over four devices of 3.35 TB/s at 70 %; 2 x 70e9 flops per token over four of 989 TFLOP/s at 50 %.
+    Per device: a quarter of 140 GB of weights at 70 % of 3.35 TB/s; a quarter of 2 x 70e9 operations per token at 50 %
+    of 989 TFLOP/s.
     """
     return roofline_table(
         target_bytes=35e9,
@@ -71,3 +72,4 @@ def h100_llama_70b() -> CostTable:
 
 
 HARDWARE: dict[str, Callable[[], CostTable]] = {"cpu-smollm2": cpu_table, "h100-llama3-70b": h100_llama_70b}
+"""Cost tables by the name that `paceline simulate` takes."""

@@ -1,8 +1,8 @@
-"""A load on hardware that need not exist, under any policy: goodput, regret against an oracle, switches.
+"""A simulated load under any policy: goodput, regret against an oracle, number of switches.
 
-Owns a machine (a cost table with noise), a workload (how many streams when, how often each draft token stands) and the
-replay of both through a `Pacer`, step by step, without a model and without a clock. The default parameters of the pace
-are chosen with it, and a test holds them to the regret they had.
+Owns a machine (a cost table with noise), a workload (number of streams over time, acceptance of each draft token) and
+their replay through a `Pacer`, step by step, without a model and without a clock. The default parameters of the policy
+`goodput` are chosen with it, and a test bounds their regret.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from autoscale.policy.allocation import allocate
 from autoscale.policy.cost_model import CostModel, CostTable
-from engine.core.pacing import KChoice, Pacer, SpeculationPlan
+from engine.core.pacing import KChoice, Pacer, Prediction, SpeculationPlan
 from engine.core.request import Request
 from engine.core.stats import RowOutcome, StepStats
 from engine.messages import SamplingParams, Submit
@@ -25,19 +25,24 @@ NOISE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests of one kind.
+    """Requests of one workload.
 
-    A request's acceptance is drawn around `acceptance` once and holds at every position, so the pacer has something to
-    learn about each request.
+    The acceptance rate of a request is drawn once and holds at every position, so a pacer can learn it per request.
     """
 
     name: str
+    """Name for reports."""
     acceptance: float
+    """Mean acceptance rate of a drafted token."""
     spread: float = 0.1
+    """Standard deviation of the acceptance rate between requests."""
     mean_tokens: int = 128
+    """Mean length of a response in tokens."""
     prompt_len: int = 200
+    """Length of a prompt in tokens."""
     certainty: float = 0.0
-    """Standard deviation of acceptance between positions of one request, which the draft's confidence tells."""
+    """Standard deviation of the acceptance rate between positions of one request. The draft reports it as its
+    confidence; 0 means that the draft reports none."""
 
 
 WORKLOADS = {
@@ -51,15 +56,18 @@ WORKLOADS = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a policy made of a load."""
+    """Result of a simulated run."""
 
     tokens: int
+    """Emitted tokens."""
     seconds: float
+    """Simulated duration in seconds."""
     switches: int
-    """Changes between drafting and not drafting at all."""
+    """Changes between steps with drafts and steps without any."""
 
     @property
     def goodput(self) -> float:
+        """Tokens per second."""
         return self.tokens / self.seconds
 
 
@@ -67,12 +75,12 @@ class Simulation:
     """Closed-loop streams on one engine.
 
     Args:
-        table: true costs, which the policy does not know.
+        table: true costs, which the pacer does not know.
         workload: of every stream.
         streams: number of streams as a function of the time in seconds.
-        seed: of everything random.
+        seed: of all random numbers.
         noise: relative standard deviation of a step's duration.
-        slowdown: what neighbours do to every duration, a factor over the time in seconds.
+        slowdown: factor on every duration, as other processes cause it, as a function of the time in seconds.
     """
 
     def __init__(
@@ -95,7 +103,7 @@ class Simulation:
         self._read: dict[int, int] = {}  # request key -> tokens the draft has read
 
     def run(self, pacer: Pacer, plan: SpeculationPlan, duration_s: float) -> Outcome:
-        """Serve for `duration_s` simulated seconds."""
+        """Serve for `duration_s` simulated seconds under one plan."""
         rng = np.random.default_rng(self._seed)
         live: list[Request] = []
         truth: dict[int, float] = {}
@@ -146,13 +154,13 @@ class Simulation:
         rng: np.random.Generator,
     ) -> StepStats:
         outcomes: list[RowOutcome] = []
-        emitted = fed = 0
+        emitted = caught_up = 0
         context = sum(request.num_computed for request in live)
         reasons: dict[str, int] = {}
         for request, choice in zip(live, choices, strict=True):
             k = max(0, min(choice.k, request.submit.sampling.max_tokens - request.num_generated - 1))
-            if k > 0:  # the draft reads what it has not seen, then runs ahead
-                fed += len(request.tokens) - self._read.get(request.key, 0)
+            if k > 0:  # the draft reads the tokens that it has not read, then drafts
+                caught_up += len(request.tokens) - self._read.get(request.key, 0)
                 self._read[request.key] = len(request.tokens)
             drafted, accepted, confidences = self._draft(truth[request.key], k, choice.exit_threshold, rng)
             request.tokens += [0] * (accepted + 1)
@@ -161,17 +169,17 @@ class Simulation:
             reasons[choice.reason] = reasons.get(choice.reason, 0) + 1
             if k > 0:
                 counts = (drafted, accepted, len(request.tokens))
-                kind = request.submit.sampling.workload
-                asked = k if choice.exit_threshold > 0 else 0
-                outcomes.append(RowOutcome(request.key, *counts, kind, asked, confidences))
+                num_asked = k if choice.exit_threshold > 0 else 0
+                workload = request.submit.sampling.workload
+                outcomes.append(RowOutcome(request.key, *counts, workload, num_asked, confidences))
             if request.num_generated >= request.submit.sampling.max_tokens:
                 request.finish_reason = "length"
-        return self._stats(step_id, live, outcomes, emitted, context, fed, reasons, rng)
+        return self._stats(step_id, live, outcomes, emitted, context, caught_up, reasons, rng)
 
     def _draft(
         self, rate: float, k: int, exit_threshold: float, rng: np.random.Generator
     ) -> tuple[int, int, tuple[float, ...]]:
-        """Drafted and accepted tokens, and the draft's confidences where it has any."""
+        """Numbers of drafted and accepted tokens, and the draft's confidences where it reports them."""
         if self._workload.certainty == 0:
             accepted = 0
             while accepted < k and rng.random() < rate:
@@ -179,12 +187,12 @@ class Simulation:
             return k, accepted, ()
         confidences: list[float] = []
         accepted = 0
-        cumulative_acceptance = 1.0
-        while len(confidences) < k and cumulative_acceptance >= exit_threshold:
+        cumulative_confidence = 1.0
+        while len(confidences) < k and cumulative_confidence >= exit_threshold:
             confidence = float(np.clip(rng.normal(rate, self._workload.certainty), 0.02, 0.98))
             accepted += accepted == len(confidences) and rng.random() < confidence
             confidences.append(confidence)
-            cumulative_acceptance *= confidence
+            cumulative_confidence *= confidence
         return len(confidences), accepted, tuple(confidences)
 
     def _stats(
@@ -194,7 +202,7 @@ class Simulation:
         outcomes: Sequence[RowOutcome],
         emitted: int,
         context: int,
-        fed: int,
+        caught_up: int,
         reasons: dict[str, int],
         rng: np.random.Generator,
     ) -> StepStats:
@@ -202,7 +210,9 @@ class Simulation:
         rows = len(live) + sum(outcome.num_drafted for outcome in outcomes)
         depth = max((outcome.num_drafted for outcome in outcomes), default=0)
         verify_s = self._cost.verify_s(rows, context) * noise
-        draft_s = (depth * self._cost.pass_s(len(outcomes)) + fed * self._cost.catch_up_s) * noise if depth else 0.0
+        draft_s = (
+            (depth * self._cost.pass_s(len(outcomes)) + caught_up * self._cost.catch_up_s) * noise if depth else 0.0
+        )
         handoff_s = self._cost.handoff_s if depth else 0.0
         reached = [sum(min(o.num_accepted + 1, o.num_drafted) > j for o in outcomes) for j in range(depth)]
         return StepStats(
@@ -220,7 +230,7 @@ class Simulation:
             depth=depth,
             k_by_reason=reasons,
             outcomes=tuple(outcomes),
-            num_caught_up=fed,
+            num_caught_up=caught_up,
             ended=tuple(request.key for request in live if request.finish_reason is not None),
             accepted_per_finished=tuple(
                 outcome.num_accepted
@@ -237,23 +247,35 @@ class Simulation:
 
 
 class Oracle:
-    """Knows true costs and every request's true acceptance; an upper bound of what a pacer can do."""
+    """A pacer that knows the true costs and acceptance rates: an upper bound for every other pacer.
+
+    Args:
+        table: true costs.
+        max_k: upper bound of K.
+    """
 
     def __init__(self, table: CostTable, max_k: int) -> None:
         self._cost = CostModel(table)
         self._max_k = max_k
 
     def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> Sequence[KChoice]:
-        """Replaced by `with_truth`."""
+        """No drafts; the simulation calls `with_truth` for the real choice."""
         del plan, num_prefill_rows
         return [KChoice(0, "off")] * len(decodes)
 
-    def observe(self, stats: StepStats) -> None:
-        """Nothing left to learn."""
+    def observe(self, stats: StepStats) -> Prediction:
+        """There is nothing to learn."""
         del stats
+        return Prediction()
 
     def with_truth(self, plan: SpeculationPlan, live: Sequence[Request], truth: dict[int, float]) -> Sequence[KChoice]:
-        """The best K for each request."""
+        """The best K for each request.
+
+        Args:
+            plan: not used.
+            live: the batch.
+            truth: acceptance rate by request key.
+        """
         del plan
         powers = np.arange(1.0, self._max_k + 1)
         cumulative_acceptance = np.array([truth[request.key] for request in live])[:, None] ** powers

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bench.load.client import Answer, Run
+from bench.load.client import Response, Run
 from deployments.cluster.actors import device_env
 from deployments.openai.tokenizer import TextCodec
 from engine.checkpoint.store import EMBEDDED, resolve_model
@@ -94,7 +94,7 @@ class BareEngine:
         submits = [self._submit(prompt, max_tokens) for prompt in prompts]
         waiting = iter(enumerate(submits))
         running: dict[str, _Running] = {}
-        answers: list[Answer] = []
+        answers: list[Response] = []
         begin_s = time.perf_counter()
         for _ in range(streams):
             self._send_next(waiting, running)
@@ -130,7 +130,7 @@ class BareEngine:
         return event.deltas
 
 
-def _note(running: dict[str, _Running], delta: Delta) -> Answer | None:
+def _note(running: dict[str, _Running], delta: Delta) -> Response | None:
     """The answer, if this ended one."""
     if delta.error is not None:
         raise EngineError(delta.error)
@@ -140,7 +140,7 @@ def _note(running: dict[str, _Running], delta: Delta) -> Answer | None:
     if delta.finish_reason is None:
         return None
     del running[delta.request_id]
-    return Answer(
+    return Response(
         ttft_s=request.first_s - request.begin_s,
         total_s=now - request.begin_s,
         num_tokens=request.num_tokens,

@@ -1,6 +1,7 @@
-"""A closed-loop load on any OpenAI-compatible chat endpoint, and what it felt like to the clients.
+"""A closed-loop load on any OpenAI-compatible chat endpoint, and the latencies that its clients see.
 
-Owns sending, timing and counting. Tokens are those of the server's own usage, never chunks. Does not know who serves.
+Owns sending, timing and counting. Tokens are counted by the usage that the server reports, not by chunks. Does not know
+which server it is.
 """
 
 from __future__ import annotations
@@ -18,15 +19,21 @@ import uvloop
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Response:
     """One finished request."""
 
     ttft_s: float
+    """Seconds from sending to the first token."""
     total_s: float
+    """Seconds from sending to the end."""
     num_tokens: int
+    """Generated tokens."""
     num_drafted: int
+    """Draft tokens that were verified; 0 where the server does not report them."""
     num_accepted: int
+    """Draft tokens that were accepted."""
     prompt_index: int
+    """Index of the prompt in the load."""
 
     @property
     def tpot_s(self) -> float:
@@ -39,61 +46,65 @@ class Run:
     """One load at one number of streams."""
 
     streams: int
+    """Number of concurrent requests."""
     wall_s: float
-    answers: tuple[Answer, ...]
+    """Duration of the run in seconds."""
+    responses: tuple[Response, ...]
+    """Finished requests."""
     errors: tuple[str, ...]
+    """Messages of failed requests."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated, of all streams together."""
-        return sum(answer.num_tokens for answer in self.answers) / self.wall_s
+        """Generated tokens per second over all streams."""
+        return sum(response.num_tokens for response in self.responses) / self.wall_s
 
     @property
     def ttft_p50_s(self) -> float:
-        """Median over requests of the time to the first token; nan where none was answered."""
-        return statistics.median(answer.ttft_s for answer in self.answers) if self.answers else float("nan")
+        """Median over requests of the time to the first token; nan where none finished."""
+        return statistics.median(response.ttft_s for response in self.responses) if self.responses else float("nan")
 
     @property
     def tpot_p50_s(self) -> float:
-        """Median over requests of the time per token after the first; nan where none was answered."""
-        return statistics.median(answer.tpot_s for answer in self.answers) if self.answers else float("nan")
+        """Median over requests of the time per token after the first; nan where none finished."""
+        return statistics.median(response.tpot_s for response in self.responses) if self.responses else float("nan")
 
     @property
     def acceptance(self) -> float | None:
-        """Accepted share of drafted tokens; None where nothing was drafted or the server does not tell."""
-        drafted = sum(answer.num_drafted for answer in self.answers)
-        return sum(answer.num_accepted for answer in self.answers) / drafted if drafted else None
+        """Accepted share of drafted tokens; None where none was drafted or reported."""
+        drafted = sum(response.num_drafted for response in self.responses)
+        return sum(response.num_accepted for response in self.responses) / drafted if drafted else None
 
 
 class Rounds:
-    """What counts of several runs of the same load, for whoever holds them as `runs`: medians over runs."""
+    """Mixin with the figures of several runs of the same load: medians over `runs`."""
 
     __slots__ = ()
     runs: tuple[Run, ...]
 
     @property
     def tokens_per_s(self) -> float:
-        """Of one run."""
+        """Median over runs of the tokens per second."""
         return statistics.median(run.tokens_per_s for run in self.runs)
 
     @property
     def ttft_p50_s(self) -> float:
-        """Of one run."""
+        """Median over runs of the median time to first token, seconds."""
         return statistics.median(run.ttft_p50_s for run in self.runs)
 
     @property
     def tpot_p50_s(self) -> float:
-        """Of one run."""
+        """Median over runs of the median time per output token, seconds."""
         return statistics.median(run.tpot_p50_s for run in self.runs)
 
     @property
     def num_errors(self) -> int:
-        """Of all runs together."""
+        """Failed requests in all runs."""
         return sum(len(run.errors) for run in self.runs)
 
     @property
     def acceptance(self) -> float | None:
-        """Accepted share of drafted tokens over all rounds; None where the server does not tell."""
+        """Mean over runs of the accepted share of drafted tokens; None where no run has one."""
         rates = [run.acceptance for run in self.runs if run.acceptance is not None]
         return statistics.mean(rates) if rates else None
 
@@ -101,7 +112,7 @@ class Rounds:
 def run_load(
     url: str, model: str, prompts: Sequence[str], *, streams: int, body: dict[str, Any], timeout_s: float = 600.0
 ) -> Run:
-    """`load` in an event loop of its own, one that takes little of the machine from the server."""
+    """Run `load` in a separate event loop. It uses uvloop, which takes less CPU time from the server."""
     return uvloop.run(load(url, model, prompts, streams=streams, body=body, timeout_s=timeout_s))
 
 
@@ -111,13 +122,17 @@ async def load(
     """Send every prompt once, `streams` at a time.
 
     Args:
-        url: ends with /v1.
-        body: merged into every request.
+        url: base URL of the API, which ends with /v1.
+        model: name of the model.
+        prompts: one user message each.
+        streams: number of concurrent requests.
+        body: fields that are added to every request.
+        timeout_s: upper bound of the duration of a request.
 
     Returns:
-        The run; errors are in it, not raised.
+        The run. Failed requests are in its `errors`; they raise nothing.
     """
-    answers: list[Answer] = []
+    responses: list[Response] = []
     errors: list[str] = []
     waiting = iter(enumerate(prompts))
     timeout = aiohttp.ClientTimeout(total=timeout_s)
@@ -126,19 +141,19 @@ async def load(
         async def stream() -> None:
             for index, prompt in waiting:
                 try:
-                    answers.append(await _ask(session, url, model, prompt, index, body))
+                    responses.append(await _send(session, url, model, prompt, index, body))
                 except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                     errors.append(f"{type(error).__name__}: {error}"[:300])
 
         begin = time.perf_counter()
         await asyncio.gather(*(stream() for _ in range(streams)))
         wall_s = time.perf_counter() - begin
-    return Run(streams, wall_s, tuple(answers), tuple(errors))
+    return Run(streams, wall_s, tuple(responses), tuple(errors))
 
 
-async def _ask(
+async def _send(
     session: aiohttp.ClientSession, url: str, model: str, prompt: str, index: int, body: dict[str, Any]
-) -> Answer:
+) -> Response:
     request = {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],
@@ -162,7 +177,7 @@ async def _ask(
                 first = time.perf_counter()
     end = time.perf_counter()
     speculative = usage.get("speculative") or {}
-    return Answer(
+    return Response(
         ttft_s=(first or end) - begin,
         total_s=end - begin,
         num_tokens=usage["completion_tokens"],
@@ -173,7 +188,7 @@ async def _ask(
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Whole lines, without their ends. The load shares the machine with the server, so it is frugal."""
+    """Complete lines without line ends. The load shares the machine with the server, so this is kept cheap."""
     rest = b""
     async for part in content.iter_any():
         *lines, rest = (rest + part).split(b"\n")
@@ -182,5 +197,5 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 
 def _is_text(line: bytes) -> bool:
-    """Whether an event can only be one more chunk of text: no error, no usage. Others need parsing."""
+    """Whether an event holds only text, no error and no usage, and need not be parsed."""
     return (b'"usage"' not in line or b'"usage":null' in line) and b'"error"' not in line

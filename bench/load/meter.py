@@ -1,7 +1,7 @@
-"""What a server did between two moments, by its own counters.
+"""What a server did between two points in time, by its metrics.
 
-Owns the scrape of one replica's metrics and the figures that follow from two of them. Counting where tokens are made
-leaves out what a client's window would cut off at either end.
+Owns the scrape of one replica's metrics and the figures that follow from two scrapes. Counting in the engine avoids the
+error that a client makes at both ends of its window.
 """
 
 from __future__ import annotations
@@ -20,28 +20,31 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.errors import EngineUnavailable
 
 PACE_SWITCHES = ("gain", "acceptance", "batch")
-"""Causes of a switch that the policy itself decided on."""
+"""Causes of switches that the policy decides."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """All of a replica's numbers at one moment."""
+class Snapshot:
+    """All metrics of a replica at one point in time."""
 
     time_s: float
-    """Monotonic."""
+    """Monotonic time in seconds."""
     values: dict[str, float]
-    """By name, summed over label values."""
+    """Values by name, summed over label values."""
     switches: float
-    """That the policy decided on."""
+    """Number of switches that the policy decided."""
     errors: dict[float, float]
-    """Steps by upper bound of the cost model's relative error, cumulative."""
+    """Cumulative number of steps by upper bound of the cost model's relative error."""
 
 
 class Meter:
     """Reads the metrics of the only replica of a server, within `async with`.
 
     Args:
-        targets: folder in which the replica announces where its metrics are (PACELINE_METRICS_DIR).
+        targets: folder into which the replica writes the address of its metrics (PACELINE_METRICS_DIR).
+
+    Raises:
+        EngineUnavailable: the folder does not hold exactly one target.
     """
 
     def __init__(self, targets: Path) -> None:
@@ -52,8 +55,8 @@ class Meter:
         self._client = httpx.AsyncClient()
         self._url = f"http://{target['targets'][0]}/metrics"
 
-    async def read(self) -> Reading:
-        """The numbers now, as of the middle of the scrape."""
+    async def read(self) -> Snapshot:
+        """Scrape now. The time is that of the middle of the scrape."""
         begin = time.monotonic()
         text = (await self._client.get(self._url, timeout=10.0)).text
         at = (begin + time.monotonic()) / 2
@@ -68,10 +71,10 @@ class Meter:
                     values[sample.name] = values.get(sample.name, 0.0) + sample.value
                 if sample.name == "paceline_switches_total" and sample.labels["cause"] in PACE_SWITCHES:
                     switches += sample.value
-        return Reading(at, values, switches, errors)
+        return Snapshot(at, values, switches, errors)
 
     async def over(self, seconds: float) -> Window:
-        """What happens from now on, for so long."""
+        """Measure from now on for `seconds`."""
         before = await self.read()
         await asyncio.sleep(seconds)
         return Window.between(before, await self.read())
@@ -85,23 +88,28 @@ class Meter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """What a server did in a stretch of time."""
+    """What a server did within an interval."""
 
     seconds: float
+    """Length of the interval."""
     tokens: float
-    """Emitted."""
+    """Emitted tokens."""
     num_verdicts: float
+    """Requests that got a token, added up over steps."""
     num_drafted: float
+    """Verified draft tokens."""
     num_accepted: float
+    """Accepted draft tokens."""
     num_switches: float
+    """Switches that the policy decided."""
     mean_batch: float
-    """Decoding requests per step."""
+    """Mean number of decoding requests per step."""
     errors: dict[float, float]
-    """Steps by upper bound of the cost model's relative error, cumulative."""
+    """Cumulative number of steps by upper bound of the cost model's relative error."""
 
     @classmethod
-    def between(cls, before: Reading, after: Reading) -> Window:
-        """What grew from one reading to a later one."""
+    def between(cls, before: Snapshot, after: Snapshot) -> Window:
+        """The difference between two snapshots."""
 
         def grown(name: str) -> float:
             return after.values.get(f"paceline_{name}", 0.0) - before.values.get(f"paceline_{name}", 0.0)
@@ -119,7 +127,7 @@ class Window:
 
     @property
     def tokens_per_s(self) -> float:
-        """Emitted, of all requests together."""
+        """Emitted tokens per second over all requests."""
         return self.tokens / self.seconds
 
     @property
@@ -134,7 +142,7 @@ class Window:
 
 
 def quantile(errors: dict[float, float], share: float) -> float:
-    """Of a cumulative histogram, on straight lines within its buckets; nan when it is empty."""
+    """Quantile of a cumulative histogram, interpolated linearly within buckets; nan when it is empty."""
     total = max(errors.values(), default=0.0)
     if total <= 0:
         return math.nan
@@ -150,7 +158,7 @@ def quantile(errors: dict[float, float], share: float) -> float:
 
 
 def add_errors(parts: list[dict[float, float]]) -> dict[float, float]:
-    """Cumulative histograms of several stretches as one."""
+    """Sum of cumulative histograms with the same buckets."""
     total: dict[float, float] = {}
     for part in parts:
         for bound, count in part.items():

@@ -1,6 +1,6 @@
-"""Servers under test: started as their users start them, found by URL, stopped by the process that was started.
+"""Servers under test: started as their users start them, reached by URL, stopped by the process that was started.
 
-Owns one launcher per kind of server. A peer that is not installed says so with the line that installs it.
+Owns one launcher per server. The error for a peer that is not installed contains the command that installs it.
 """
 
 from __future__ import annotations
@@ -27,30 +27,38 @@ from engine.checkpoint.store import EMBEDDED, cache_folder, embedded_file, resol
 from engine.errors import ConfigError, EngineUnavailable
 
 VLLM_ENV = "PACELINE_VLLM_PYTHON"
-"""Environment variable: the interpreter of vLLM's environment."""
+"""Environment variable with the path of the interpreter of vLLM's environment."""
 LLAMA_ENV = "PACELINE_LLAMA_SERVER"
+"""Environment variable with the path of llama.cpp's server."""
 CONTEXT_LEN = 2048
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 40.0
 
 
 class NotInstalled(ConfigError):
-    """A peer is not on this machine. The message says how to install it."""
+    """A peer is not installed on this machine. The message says how to install it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server that answers."""
+    """A server that is ready."""
 
     url: str
-    """Ends with /v1."""
+    """Base URL of the API, which ends with /v1."""
     model: str
+    """Name of the model in requests."""
     version: str = ""
+    """Version for reports."""
 
 
 @contextlib.contextmanager
 def paceline(options: Sequence[str], *, env: dict[str, str] | None = None) -> Iterator[Server]:
-    """This project's server with these options of `paceline serve`, and these variables beside our own."""
+    """This project's server.
+
+    Args:
+        options: of `paceline serve`.
+        env: environment variables that are added to those of this process.
+    """
     port = free_port()
     command = [str(Path(sys.executable).with_name("paceline")), "serve", "--port", str(port), *options]
     with _running(command, port, env=env, stop=signal.SIGINT) as url:
@@ -60,11 +68,11 @@ def paceline(options: Sequence[str], *, env: dict[str, str] | None = None) -> It
 
 @contextlib.contextmanager
 def vllm(python: Path, options: Sequence[str]) -> Iterator[Server]:
-    """vLLM's CPU build, in an environment of its own.
+    """vLLM's CPU build, in a separate environment.
 
     Args:
         python: interpreter of that environment.
-        options: further options of its server.
+        options: further options of the server.
 
     Raises:
         NotInstalled: there is no such interpreter.
@@ -92,9 +100,9 @@ def llama_cpp(binary: Path, options: Sequence[str], *, streams: int) -> Iterator
     """llama.cpp's server on the same weights, in bfloat16.
 
     Args:
-        binary: llama-server, with llama-quantize beside it.
-        options: further options of its server.
-        streams: slots, with a context of `CONTEXT_LEN` each.
+        binary: llama-server; llama-quantize is in the same folder.
+        options: further options of the server.
+        streams: number of slots, each with a context of `CONTEXT_LEN` tokens.
 
     Raises:
         NotInstalled: there is no such program.
@@ -110,8 +118,8 @@ def llama_cpp(binary: Path, options: Sequence[str], *, streams: int) -> Iterator
     port = free_port()
     command = [found, "-m", str(_bf16_gguf(Path(found))), "--host", LOOPBACK, "--port", str(port)]
     command += ["-t", str(num_cores()), "-np", str(streams), "-c", str(CONTEXT_LEN * streams), "--no-webui", *options]
-    told = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
-    lines = [line for line in (told.stdout + told.stderr).splitlines() if line.startswith("version")]
+    shown = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
+    lines = [line for line in (shown.stdout + shown.stderr).splitlines() if line.startswith("version")]
     with _running(command, port) as url:
         yield Server(url, EMBEDDED, lines[0].removeprefix("version: ") if lines else "")
 
@@ -121,7 +129,7 @@ def transformers() -> Iterator[Server]:
     """The server that comes with `transformers`.
 
     Raises:
-        NotInstalled: it lacks what it needs beside itself.
+        NotInstalled: a package that it needs is missing.
     """
     if importlib.util.find_spec("accelerate") is None:
         raise NotInstalled("transformers serve needs accelerate; pip install accelerate")
@@ -134,37 +142,38 @@ def transformers() -> Iterator[Server]:
 
 
 def num_cores() -> int:
-    """That everybody here computes with."""
+    """Number of cores that every server computes with."""
     return os.cpu_count() or 1
 
 
 def _bf16_gguf(server: Path) -> Path:
-    """The embedded weights as bfloat16 GGUF, made once: the file that ships is smaller, and would be another model.
+    """The embedded weights as a bfloat16 GGUF file, converted once. The embedded file is quantized: another model.
 
     Raises:
-        NotInstalled: the program that converts is not beside the server.
+        NotInstalled: llama-quantize is not in the folder of the server.
+        EngineUnavailable: the conversion fails.
     """
-    made = cache_folder() / "peers" / f"{EMBEDDED}-bf16.gguf"
-    if made.is_file():
-        return made
+    converted = cache_folder() / "peers" / f"{EMBEDDED}-bf16.gguf"
+    if converted.is_file():
+        return converted
     quantize = server.resolve().with_name("llama-quantize")
     if not quantize.is_file():
         raise NotInstalled(f"{quantize} not found; cmake --build build --target llama-quantize")
-    made.parent.mkdir(parents=True, exist_ok=True)
-    half = made.with_suffix(".part")
-    command = [str(quantize), "--allow-requantize", str(embedded_file()), str(half), "bf16"]
+    converted.parent.mkdir(parents=True, exist_ok=True)
+    partial = converted.with_suffix(".part")
+    command = [str(quantize), "--allow-requantize", str(embedded_file()), str(partial), "bf16"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise EngineUnavailable(f"{quantize} failed:\n{done.stderr[-1000:]}")
-    half.rename(made)
-    return made
+    partial.rename(converted)
+    return converted
 
 
 @contextlib.contextmanager
 def _running(
     command: Sequence[str], port: int, *, env: dict[str, str] | None = None, stop: signal.Signals = signal.SIGTERM
 ) -> Iterator[str]:
-    """Start a process, wait until /health answers, stop it and its children afterwards."""
+    """Start a process, wait until /health responds, and stop it and its children afterwards."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=os.environ | (env or {})

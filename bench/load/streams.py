@@ -1,7 +1,7 @@
-"""A load that never stops: so many chat streams at any time, each asking the next prompt when its answer ends.
+"""A continuous load: a number of chat streams, each of which sends the next prompt when its response ends.
 
-Owns the number of streams and what they ask. Measures nothing but errors: a load that goes on while policies change is
-measured where the tokens are made, see `bench.load.meter`.
+Owns the number of streams and the order of prompts. Records errors only. Tokens are measured in the server while the
+load continues and policies change; see `bench.load.meter`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ RETRY_PAUSE_S = 0.2
 
 
 class Streams:
-    """An async context manager around a load; starts with no stream.
+    """An async context manager around a load. It starts with no stream.
 
     Args:
-        server: where to ask.
-        workload: prompts, in a random order that depends on the seed alone, again and again.
-        max_tokens: of every answer.
+        server: the server under load.
+        workload: its prompts are repeated in a random order that depends on the seed alone.
+        max_tokens: upper bound of the length of a response.
         seed: of the order.
     """
 
@@ -38,6 +38,7 @@ class Streams:
         self._tasks: list[asyncio.Task[None]] = []
         self._session: aiohttp.ClientSession | None = None
         self.errors: list[str] = []
+        """Messages of failed requests."""
 
     async def __aenter__(self) -> Streams:
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
@@ -52,7 +53,7 @@ class Streams:
             await self._session.close()
 
     async def resize(self, number: int) -> None:
-        """So many streams from now on; those above it hang up, which ends their requests."""
+        """Change the number of streams. Streams past it close their connections, which ends their requests."""
         while len(self._tasks) < number:
             self._tasks.append(asyncio.create_task(self._run()))
         over = self._tasks[number:]
@@ -62,10 +63,10 @@ class Streams:
         await asyncio.gather(*over, return_exceptions=True)
 
     async def restart(self, seed: int) -> None:
-        """The same number of streams anew, from the first prompt in the order of this seed.
+        """Restart all streams from the first prompt in the order of this seed.
 
-        So several policies are asked the same. The first answer of each stream ends early, one sooner, one later, as if
-        the load had gone on for long: streams that start together would otherwise end together.
+        Every policy then gets the same prompts. The first response of each stream ends early, each at another length,
+        as in a load that has run for long. Otherwise streams that start together would end together.
         """
         number = len(self._tasks)
         await self.resize(0)
@@ -80,16 +81,24 @@ class Streams:
         share: float | None = self._chance.random()
         for prompt in self._prompts:
             try:
-                await self._ask(prompt, share)
+                await self._send(prompt, share)
                 share = None
             except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                 self.errors.append(f"{type(error).__name__}: {error}"[:300])
                 await asyncio.sleep(RETRY_PAUSE_S)
 
-    async def _ask(self, prompt: str, share: float | None) -> None:
-        """Raises what went wrong. `share` of the longest answer is enough, where it is given."""
+    async def _send(self, prompt: str, share: float | None) -> None:
+        """Send one prompt and read the response.
+
+        Args:
+            prompt: the user message.
+            share: share of `max_tokens` after which the response ends; None for all of it.
+
+        Raises:
+            ValueError: the server responds with an error.
+        """
         if self._session is None:
-            raise ValueError("the load is not entered")
+            raise ValueError("the load is not entered; use it in `async with`")
         request = {
             "model": self._server.model,
             "messages": [{"role": "user", "content": prompt}],

@@ -1,6 +1,6 @@
-"""What is asked in a benchmark: prompts by kind, and the request options that go with them.
+"""Workloads of a benchmark: prompts, and the request options that go with them.
 
-Owns a small set of prompts of our own, so that a benchmark runs without any file, and the reading of prompt files (JSON
+Owns a small set of built-in prompts, so that a benchmark runs without any file, and the reading of prompt files (JSON
 lines with `turns` or `prompt`, and optionally `category`).
 """
 
@@ -65,8 +65,11 @@ class Workload:
     """Prompts and the options they are sent with."""
 
     name: str
+    """Name for reports."""
     prompts: tuple[str, ...]
+    """User messages."""
     body: dict[str, Any] = field(default_factory=dict)
+    """Fields that are added to every request."""
 
 
 def built_in() -> dict[str, Workload]:
@@ -87,11 +90,15 @@ def built_in() -> dict[str, Workload]:
 
 
 MT_BENCH = frozenset(("coding", "extraction", "humanities", "math", "reasoning", "roleplay", "stem", "writing"))
-"""Categories of few prompts each, which `mt_bench` stands for."""
+"""Categories that `mt_bench` stands for. Each has few prompts."""
 
 
 def read(path: Path, *, category: str | None = None) -> Workload:
-    """Greedy answers to the prompts of a file, or of one category of it, or of `mt_bench`.
+    """Read a prompt file as a greedy workload.
+
+    Args:
+        path: of the file.
+        category: the prompts of this category only; `mt_bench` stands for several; None for all prompts.
 
     Raises:
         ConfigError: the file cannot be read or holds no prompt.
@@ -112,14 +119,14 @@ def read(path: Path, *, category: str | None = None) -> Workload:
 
 
 def pick(workload: Workload, number: int, seed: int) -> list[str]:
-    """`number` prompts in a random order that depends on the seed alone; prompts repeat when there are too few."""
+    """`number` prompts in a random order that depends on the seed alone. Prompts repeat where there are too few."""
     order = list(workload.prompts)
     random.Random(seed).shuffle(order)
     return [order[index % len(order)] for index in range(number)]
 
 
 def choose_workload(options: argparse.Namespace) -> Workload:
-    """One workload: that of a prompt file, or a built-in one.
+    """The workload that the options name: that of a prompt file, or a built-in one.
 
     Raises:
         ConfigError: there is no such workload.

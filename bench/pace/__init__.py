@@ -1,1 +1,1 @@
-"""Policies beside each other on one server."""
+"""Policies compared on one server."""

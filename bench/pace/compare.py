@@ -1,7 +1,7 @@
-"""Several variants side by side in one run on one machine: rounds alternate, medians count.
+"""Variants compared in one run on one machine: rounds alternate in order, figures are medians.
 
-Owns the order of measurement and the table. A variant is a server and the options its requests carry; variants that
-differ only in options share a server, so that an A/B of two policies differs in nothing else.
+Owns the order of measurement and the table. A variant is a server and the options of its requests. Variants that differ
+only in options share a server, so that a comparison of two policies differs in nothing else.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ class Variant:
     """One column of the table."""
 
     name: str
+    """Heading of the column."""
     server: Server
+    """The server under load."""
     body: dict[str, Any] = field(default_factory=dict)
+    """Fields that are added to every request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class Cell(Rounds):
     runs: tuple[Run, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """As `write` writes it, rounded."""
+        """The figures that `write` writes, rounded."""
         return {
             "variant": self.variant,
             "workload": self.workload,
@@ -63,7 +66,7 @@ def measure(
     max_tokens: int,
     report: Callable[[str], None],
 ) -> list[Cell]:
-    """Every variant at every number of streams; within a round the variants take turns on the same prompts."""
+    """Measure every variant at every number of streams. In a round the variants take turns on the same prompts."""
     cells = []
     for count in streams:
         runs: dict[str, list[Run]] = {variant.name: [] for variant in variants}
@@ -110,5 +113,5 @@ def _cell_text(cell: Cell, base: float) -> str:
 
 
 def write(cells: Sequence[Cell], path: Path) -> None:
-    """JSON lines, one per cell."""
+    """Write JSON lines, one per cell."""
     path.write_text("".join(json.dumps(cell.as_json()) + "\n" for cell in cells))

@@ -1,7 +1,7 @@
-"""Policies against each other in every cell of streams x workload, on one server under a load that never stops.
+"""Policies compared in every cell of streams and workload, on one server under a continuous load.
 
-Owns the order: in each round every policy has its window, in an order that turns from round to round, and is asked the
-same prompts. Figures are medians over rounds, ratios are within a cell. Does not start servers.
+Owns the order: in each round every policy has one window, in an order that changes from round to round, and gets the
+same prompts. Figures are medians over rounds; ratios are within a cell. Does not start servers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from bench.pace.paced_server import PacedServer
 from engine.errors import EngineUnavailable
 
 STATIC = ("off", "fixed")
-"""Beginnings of the names of policies that never look at the load."""
+"""Prefixes of the names of policies that do not depend on the load."""
 FIRST_S, PER_STREAM_S = 2.0, 0.15
-"""After a load begins: until its prompts are computed."""
+"""Seconds from the start of a load until its prompts are computed: fixed, and per stream."""
 KEPT_OF_BEST, KEPT_OF_OFF = 0.97, 0.98
-"""What `goodput` has to reach in every cell, of the best static policy and of not drafting."""
+"""Shares of the best static policy and of `off` that `goodput` must reach in every cell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +34,26 @@ class GridCell:
     """One policy at one number of streams of one workload."""
 
     policy: str
+    """Name of the policy."""
     workload: str
+    """Name of the workload."""
     streams: int
+    """Number of streams."""
     windows: tuple[Window, ...]
+    """One window per round."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Median over rounds."""
+        """Median over rounds of the tokens per second."""
         return statistics.median(window.tokens_per_s for window in self.windows)
 
     @property
     def is_static(self) -> bool:
-        """Whether the policy never looks at the load."""
+        """Whether the policy does not depend on the load."""
         return self.policy.startswith(STATIC)
 
     def as_json(self) -> dict[str, Any]:
-        """As `--out` writes it, rounded."""
+        """The figures that `--out` writes, rounded."""
         errors = add_errors([window.errors for window in self.windows])
         return {
             "policy": self.policy,
@@ -83,7 +87,11 @@ async def run_cells(
     report: Callable[[str], None],
     warm_s: Callable[[int], float] = lambda count: FIRST_S + PER_STREAM_S * count,
 ) -> list[GridCell]:
-    """All cells of one workload; `seconds` per policy and round. Raises EngineUnavailable when the server fails."""
+    """Measure all cells of one workload, `seconds` per policy and round.
+
+    Raises:
+        EngineUnavailable: the server emits no token within a window.
+    """
     cells = []
     async with Meter(server.targets) as meter, Streams(server.server, workload, max_tokens=max_tokens) as load:
         await load.resize(max(streams))  # until the prompts are in the prefix cache
@@ -101,7 +109,7 @@ async def run_cells(
                     if not window.tokens_per_s:
                         first = f", first: {load.errors[0]}" if load.errors else ""
                         raise EngineUnavailable(
-                            f"{workload.name}, {count} streams, {policy}: the server made no token in {seconds:g} s; "
+                            f"{workload.name}, {count} streams, {policy}: no token was emitted in {seconds:g} s; "
                             f"{len(load.errors)} requests failed{first}"
                         )
                     windows[policy].append(window)
@@ -116,55 +124,58 @@ async def run_cells(
 
 
 def turned(policies: Sequence[str], turn: int) -> list[str]:
-    """Another first one each round, and every other round backwards, so that nobody always follows the same one."""
+    """The policies in the order of a round. It is rotated and reversed, so that none always follows the same one."""
     shift = (turn // 2) % len(policies)
     order = [*policies[shift:], *policies[:shift]]
     return order if turn % 2 == 0 else order[::-1]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """How one cell of the judged policy came out."""
+class CellResult:
+    """One cell of a policy, compared with the static policies."""
 
     workload: str
+    """Name of the workload."""
     streams: int
+    """Number of streams."""
     of_best: float
-    """Of the best static policy of the cell."""
+    """Tokens per second over those of the best static policy."""
     best: str
+    """Name of the best static policy."""
     of_off: float | None
-    """Of not drafting, where that was measured."""
+    """Tokens per second over those of `off`; None where that was not measured."""
 
     @property
     def holds(self) -> bool:
-        """Whether the policy reached what it has to."""
+        """Whether both ratios reach their bounds."""
         return self.of_best >= KEPT_OF_BEST and (self.of_off is None or self.of_off >= KEPT_OF_OFF)
 
 
-def accept_or_reject(cells: Sequence[GridCell], policy: str = "goodput") -> list[Verdict]:
-    """One verdict per streams and workload in which the policy and a static one were measured."""
-    verdicts = []
-    for place in dict.fromkeys((cell.workload, cell.streams) for cell in cells):
-        mine = {cell.policy: cell for cell in cells if (cell.workload, cell.streams) == place}
+def compare_with_static(cells: Sequence[GridCell], policy: str = "goodput") -> list[CellResult]:
+    """One result per streams and workload in which the policy and a static one were measured."""
+    results = []
+    for cell_key in dict.fromkeys((cell.workload, cell.streams) for cell in cells):
+        mine = {cell.policy: cell for cell in cells if (cell.workload, cell.streams) == cell_key}
         static = [cell for cell in mine.values() if cell.is_static]
         if policy not in mine or not static:
             continue
         reached = mine[policy].tokens_per_s
         best = max(static, key=lambda cell: cell.tokens_per_s)
         of_off = reached / mine["off"].tokens_per_s if "off" in mine else None
-        verdicts.append(Verdict(*place, reached / best.tokens_per_s, best.policy, of_off))
-    return verdicts
+        results.append(CellResult(*cell_key, reached / best.tokens_per_s, best.policy, of_off))
+    return results
 
 
 def show(cells: Sequence[GridCell], console: Console) -> None:
-    """A table per workload, the verdicts, and how far predicted and measured durations of steps were apart."""
+    """Print a table per workload, the comparison with static policies, and the error of the cost model."""
     for workload in dict.fromkeys(cell.workload for cell in cells):
         console.print(_table(workload, [cell for cell in cells if cell.workload == workload]))
-    verdicts = accept_or_reject(cells)
-    if verdicts:
-        worst = min(verdicts, key=lambda verdict: verdict.of_best)
-        held = sum(verdict.holds for verdict in verdicts)
+    results = compare_with_static(cells)
+    if results:
+        worst = min(results, key=lambda result: result.of_best)
+        held = sum(result.holds for result in results)
         console.print(
-            f"goodput: {held} of {len(verdicts)} cells hold {KEPT_OF_BEST} x best static and {KEPT_OF_OFF} x off; "
+            f"goodput: {held} of {len(results)} cells hold {KEPT_OF_BEST} x best static and {KEPT_OF_OFF} x off; "
             f"worst {worst.of_best:.3f} x {worst.best} ({worst.workload}, {worst.streams} streams)"
         )
     for name in dict.fromkeys(cell.policy for cell in cells):
@@ -180,22 +191,22 @@ def _table(workload: str, cells: Sequence[GridCell]) -> Table:
     table = Table(title=f"{workload}: tok/s (x off) K, acceptance; goodput also x best static")
     for name in ("streams", *names):
         table.add_column(name, justify="right")
-    verdicts = {verdict.streams: verdict for verdict in accept_or_reject(cells)}
+    results = {result.streams: result for result in compare_with_static(cells)}
     for count in dict.fromkeys(cell.streams for cell in cells):
         row = {cell.policy: cell for cell in cells if cell.streams == count}
         off = row["off"].tokens_per_s if "off" in row else None
-        texts = [_text(row[name], off, verdicts.get(count)) if name in row else "" for name in names]
+        texts = [_text(row[name], off, results.get(count)) if name in row else "" for name in names]
         table.add_row(str(count), *texts)
     return table
 
 
-def _text(cell: GridCell, off: float | None, verdict: Verdict | None) -> str:
+def _text(cell: GridCell, off: float | None, result: CellResult | None) -> str:
     text = f"{cell.tokens_per_s:.1f}"
     if off:
         text += f" ({cell.tokens_per_s / off:.2f})"
     accepted = _mean_acceptance(cell.windows)
     if accepted is not None:
         text += f" {statistics.mean(window.mean_k for window in cell.windows):.1f}, {accepted:.2f}"
-    if cell.policy == "goodput" and verdict is not None:
-        text += f" = {verdict.of_best:.2f} best" + ("" if verdict.holds else " !")
+    if cell.policy == "goodput" and result is not None:
+        text += f" = {result.of_best:.2f} best" + ("" if result.holds else " !")
     return text

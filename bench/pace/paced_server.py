@@ -1,6 +1,6 @@
-"""A server whose pace is changed while it serves: policies take turns on it without a restart in between.
+"""A server whose policy is changed while it serves, so that policies take turns without a restart.
 
-Owns its start (admin key, metrics folder, a draft that can be made wrong) and the change of policy.
+Owns its start (admin key, metrics folder, optionally a draft that is always rejected) and the change of policy.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from deployments.monitoring.discovery import FOLDER_ENV
 from engine.errors import ConfigError, EngineUnavailable
 
 DEEPEST_K = 8
+"""Largest K of every policy."""
 SETTLE_S = 0.8
-"""A plan reaches the engine within a quarter of a second; the draft then reads what it has missed."""
+"""Seconds after a change of policy: a plan reaches the engine within 0.25 s, then the draft catches up."""
 THRESHOLD = {"policy": "threshold", "max_k": 5, "max_batch": 16}
 
 
 def plan_of(policy: str) -> dict[str, Any]:
-    """What to change in the plan for a policy's name.
+    """The changes of the plan that select a policy by name.
 
     Raises:
         ConfigError: there is no such policy.
@@ -50,21 +51,28 @@ def plan_of(policy: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class PacedServer:
-    """A server and what it takes to set its pace and to read its counters."""
+    """A server, and what is needed to change its policy and to read its metrics."""
 
     server: Server
+    """The running server."""
     targets: Path
+    """Folder with the address of its metrics."""
     key: str
+    """Admin key."""
 
     async def follow(self, policy: str) -> None:
-        """Change the policy and wait until the engine follows it."""
+        """Change the policy and wait until the engine follows it.
+
+        Raises:
+            EngineUnavailable: the server refuses the change.
+        """
         url = f"{self.server.url.removesuffix('/v1')}/admin/pace"
         async with httpx.AsyncClient() as client:
-            answer = await client.patch(
+            response = await client.patch(
                 url, headers={"Authorization": f"Bearer {self.key}"}, json=plan_of(policy), timeout=30.0
             )
-        if answer.status_code != 200:
-            raise EngineUnavailable(f"{url}: {answer.status_code} {answer.text[:200]}")
+        if response.status_code != 200:
+            raise EngineUnavailable(f"{url}: {response.status_code} {response.text[:200]}")
         await asyncio.sleep(SETTLE_S)
 
 
@@ -73,8 +81,8 @@ def paced(draft: str | None, *, wrong: bool = False) -> Iterator[PacedServer]:
     """A server with this draft, K up to DEEPEST_K.
 
     Args:
-        draft: as of `paceline serve --draft`; None: that of the deployment file.
-        wrong: have every drafted token replaced by one that the target does not choose.
+        draft: see `paceline serve --draft`; None for that of the deployment file.
+        wrong: replace every drafted token by one that the target does not choose.
     """
     key = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:

@@ -1,6 +1,6 @@
-"""The grid as a picture: one panel per workload, tokens per second over those without drafts, one line per policy.
+"""The grid as a plot: one panel per workload, one line per policy, tokens per second over those of `off`.
 
-Needs matplotlib, which only this file imports.
+Needs matplotlib, which is imported when the plot is drawn.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ COLUMNS = 3
 
 
 def plot(cells: Sequence[GridCell], path: Path) -> None:
-    """Write a PNG.
+    """Write a PNG file.
 
     Raises:
         ConfigError: matplotlib is not installed.

@@ -1,6 +1,7 @@
-"""A load that rises and falls, under each policy: how much is served at each level, and how soon drafting is back.
+"""A load that rises and falls under each policy: tokens per second at each level, and when drafting resumes.
 
-Owns the way up and down. The same server and load throughout; each policy runs the whole way, rounds alternate.
+Owns the levels and their order. Server and load are the same throughout. Each policy runs through all levels; rounds
+alternate in order.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from bench.pace.paced_server import PacedServer
 POLL_S = 0.1
 LONGEST_WAIT_S = 10.0
 KEPT_OF_BEST = 0.95
+"""Share of the best static policy below which a level of `goodput` is marked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +32,13 @@ class Climb:
     """One policy, once up and down."""
 
     policy: str
+    """Name of the policy."""
     windows: tuple[Window, ...]
-    """One per level."""
+    """One window per level."""
     num_switches: float
+    """Switches that the policy decided."""
     back_s: float | None
-    """After the load fell: seconds until something was drafted; None when it took longer than LONGEST_WAIT_S."""
+    """Seconds from the fall of the load to the first draft; None where it took longer than LONGEST_WAIT_S."""
 
 
 async def climb(
@@ -49,7 +53,7 @@ async def climb(
     report: Callable[[str], None],
     first_s: float = FIRST_S,
 ) -> list[Climb]:
-    """Every policy, `rounds` times; `seconds` per level, beside the time that new streams need to get going."""
+    """Run every policy `rounds` times, with `seconds` per level after the time that new streams need to start."""
     climbs = []
     async with Meter(server.targets) as meter, Streams(server.server, workload, max_tokens=max_tokens) as load:
         for turn in range(rounds):
@@ -69,29 +73,29 @@ async def _climb(
     back_s: float | None = None
     before = 0
     for index, level in enumerate(levels):
-        fallen = time.monotonic()
+        fallen_s = time.monotonic()
         await load.resize(level)
         if level < before and index == len(levels) - 1:
-            back_s = await _drafting_again(meter, fallen)
-        await load.restart(index)  # so that every policy is asked the same at this level
+            back_s = await _drafting_again(meter, fallen_s)
+        await load.restart(index)  # every policy gets the same prompts at this level
         await asyncio.sleep(first_s + PER_STREAM_S * max(0, level - before))
         windows.append(await meter.over(seconds))
         before = level
     return Climb(policy, tuple(windows), (await meter.read()).switches - begin.switches, back_s)
 
 
-async def _drafting_again(meter: Meter, since: float) -> float | None:
+async def _drafting_again(meter: Meter, since_s: float) -> float | None:
     name = "paceline_drafted_tokens_total"
     first = (await meter.read()).values.get(name, 0.0)
-    while time.monotonic() - since < LONGEST_WAIT_S:
+    while time.monotonic() - since_s < LONGEST_WAIT_S:
         if (await meter.read()).values.get(name, 0.0) > first:
-            return time.monotonic() - since
+            return time.monotonic() - since_s
         await asyncio.sleep(POLL_S)
     return None
 
 
 def show(climbs: Sequence[Climb], levels: Sequence[int], console: Console) -> None:
-    """Tokens per second by level, medians over rounds; `goodput` also over the best static policy of the level."""
+    """Print tokens per second by level, and of `goodput` also the ratio to the best static policy of the level."""
     names = list(dict.fromkeys(one.policy for one in climbs))
     rates = {
         name: [
@@ -125,6 +129,6 @@ def _text(name: str, rate: float, best: float | None) -> str:
 
 
 def up_and_down(streams: Sequence[int]) -> list[int]:
-    """1 2 4 -> 1 2 4 2 1."""
+    """The levels of a ramp: 1 2 4 becomes 1 2 4 2 1."""
     rising = sorted(set(streams))
     return [*rising, *rising[-2::-1]]

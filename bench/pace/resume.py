@@ -1,4 +1,4 @@
-"""Whether the draft is as good after a pause as before it: it has to read what was committed while it was off.
+"""Acceptance after a pause: whether the draft catches up with the tokens committed while it was not used.
 
 Owns the comparison: acceptance under a fixed K, a pause at K = 0 under the same load, then the first drafts after it.
 """
@@ -18,7 +18,8 @@ from bench.pace.grid import FIRST_S, PER_STREAM_S
 from bench.pace.paced_server import SETTLE_S, PacedServer
 
 POLICY = "fixed-4"
-WANTED_DRAFTED = 200
+NUM_DRAFTED = 200
+"""Draft tokens of the window after a pause, at least."""
 POLL_S = 0.1
 LONGEST_WAIT_S = 60.0
 
@@ -28,7 +29,9 @@ class Pause:
     """Acceptance without a pause, and right after one."""
 
     before: Window
+    """Window without a pause."""
     after: Window
+    """Window of the first drafts after a pause."""
 
 
 async def pause(
@@ -41,10 +44,10 @@ async def pause(
     steady_s: float,
     max_tokens: int,
     report: Callable[[str], None],
-    wanted: int = WANTED_DRAFTED,
+    num_drafted: int = NUM_DRAFTED,
     first_s: float = FIRST_S,
 ) -> list[Pause]:
-    """`rounds` times: draft for `steady_s`, pause for `pause_s`, then the next `wanted` drafted tokens."""
+    """In each round draft for `steady_s`, pause for `pause_s`, then measure the next `num_drafted` draft tokens."""
     pauses = []
     async with Meter(server.targets) as meter, Streams(server.server, workload, max_tokens=max_tokens) as load:
         await load.resize(streams)
@@ -58,7 +61,7 @@ async def pause(
             await server.follow(POLICY)
             after = Window.between(begin, await meter.read())
             for _ in range(int(LONGEST_WAIT_S / POLL_S)):
-                if after.num_drafted >= wanted:
+                if after.num_drafted >= num_drafted:
                     break
                 await asyncio.sleep(POLL_S)
                 after = Window.between(begin, await meter.read())
@@ -68,13 +71,14 @@ async def pause(
 
 
 def summary(pauses: Sequence[Pause], pause_s: float) -> str:
-    """One line: both rates, their difference and its noise (two standard errors)."""
+    """One line with both rates, their difference and its noise (two standard errors)."""
     drafted = [sum(window.num_drafted for window in part) for part in _parts(pauses)]
     accepted = [sum(window.num_accepted for window in part) for part in _parts(pauses)]
     if not all(drafted):
         return "nothing was drafted; is there a draft?"
     before, after = (a / d for a, d in zip(accepted, drafted, strict=True))
-    # Drafts of one chain stand or fall together, so the differences between rounds say more than a binomial law.
+    # Tokens of one draft are accepted or rejected together, so a binomial distribution understates the noise. The
+    # scatter between rounds does not.
     differences = [(p.after.acceptance or 0.0) - (p.before.acceptance or 0.0) for p in pauses]
     noise = 2 * math.sqrt(before * (1 - before) * (1 / drafted[0] + 1 / drafted[1]))
     if len(differences) > 1:

@@ -1,6 +1,6 @@
-"""What `paceline bench pace` does: the grid, the tax of a draft that is not used, the ramp, the pause.
+"""`paceline bench pace`: the grid, the cost of an unused draft, the ramp, the pause.
 
-Owns which servers are started for which question, and what of the answers is printed and kept.
+Owns which servers are started for which measurement, and what is printed and written.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from bench.pace.plot import plot
 from engine.errors import ConfigError
 
 ADVERSARIAL = "adversarial"
-"""A workload by name only: chat, with a draft that is always wrong."""
+"""Name of the workload `chat` with a draft that is always rejected."""
 
 
 def pace(options: argparse.Namespace) -> int:
-    """Returns the exit status: 1 when a request failed."""
+    """Run one measurement; returns the exit status: 1 when a request failed."""
     console, progress = Console(), Console(stderr=True)
     for policy in options.policies:
         plan_of(policy)
@@ -39,9 +39,9 @@ def pace(options: argparse.Namespace) -> int:
 
 def _grid(options: argparse.Namespace, console: Console, report: Callable[[str], None]) -> int:
     names = options.categories or options.workload
-    groups = {False: [name for name in names if name != ADVERSARIAL], True: [n for n in names if n == ADVERSARIAL]}
+    by_draft = {False: [name for name in names if name != ADVERSARIAL], True: [n for n in names if n == ADVERSARIAL]}
     cells: list[grid.GridCell] = []
-    for wrong, mine in groups.items():
+    for wrong, mine in by_draft.items():
         if not mine:
             continue
         with paced(options.draft, wrong=wrong) as server:
@@ -53,7 +53,7 @@ def _grid(options: argparse.Namespace, console: Console, report: Callable[[str],
 
 
 def _keep(cells: list[grid.GridCell], options: argparse.Namespace) -> None:
-    """After every workload, so that a run that is cut short leaves something."""
+    """Write after every workload, so that an interrupted run leaves its figures."""
     if options.out is not None:
         options.out.write_text("".join(json.dumps(cell.as_json()) + "\n" for cell in cells))
     if options.plot is not None:
@@ -76,7 +76,7 @@ async def _cells(
 
 
 def _tax(options: argparse.Namespace, console: Console, report: Callable[[str], None]) -> int:
-    """The same prompts without a draft, with one under `off`, and with one that `goodput` finds not to pay."""
+    """The same prompts without a draft, with a draft under `off`, and with a draft that `goodput` keeps at K = 0."""
     workload = workload_of(options.workload[0], options)
     with contextlib.ExitStack() as stack:
         none = stack.enter_context(servers.paceline(["--draft", "none"]))
@@ -148,7 +148,7 @@ def workload_of(name: str, options: argparse.Namespace) -> Workload:
     """A built-in workload, or a category of the prompt file.
 
     Raises:
-        ConfigError: there is neither.
+        ConfigError: the name is neither.
     """
     known = built_in()
     if name == ADVERSARIAL:

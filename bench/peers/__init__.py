@@ -1,1 +1,1 @@
-"""Paceline beside vLLM and llama.cpp."""
+"""Paceline compared with other servers."""

@@ -1,6 +1,6 @@
-"""Figures of `paceline bench peers` for people: a table for the docs, the raw numbers, a picture.
+"""Report of `paceline bench peers`: tables for the docs, raw figures, a plot.
 
-Owns what each figure means. Peers are compared at their best: the ratio is to the best of those that take part.
+Owns the definition of each figure. Ratios are to the best peer that takes part.
 """
 
 from __future__ import annotations
@@ -23,11 +23,17 @@ class Row(Rounds):
     """All rounds of one contender at one number of streams."""
 
     name: str
+    """Name of the contender."""
     version: str
+    """Version of the contender; empty where it reports none."""
     is_peer: bool
+    """Whether it is another server than Paceline."""
     drafts: bool
+    """Whether it uses speculative decoding."""
     streams: int
+    """Number of streams."""
     runs: tuple[Run, ...]
+    """One run per round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +41,27 @@ class Report:
     """One run of the benchmark."""
 
     machine: dict[str, Any]
+    """See `describe_machine`."""
     workload: str
+    """Name of the workload."""
     max_tokens: int
+    """Upper bound of the length of a response."""
     bandwidth: float
     """Measured bytes per second of reading memory."""
     weight_bytes: int
-    """Of the model in bfloat16: what a step without drafts has to read."""
+    """Bytes of the weights in bfloat16, which a step without drafts reads once."""
     rows: tuple[Row, ...]
+    """Figures by contender and number of streams."""
 
     def roofline(self, row: Row) -> float:
-        """Bytes of weights per second of one stream's decoding, over the bandwidth.
+        """Bytes of weights read per second by one stream at one token per step, over the bandwidth.
 
-        A stream that gets one token per step cannot exceed 1; one with drafts can, since a reading serves several
-        tokens.
+        Without drafts it cannot exceed 1. With drafts it can, because one read of the weights yields several tokens.
         """
         return self.weight_bytes / row.tpot_p50_s / self.bandwidth
 
     def of(self, name: str, streams: int) -> Row | None:
-        """That row, if it was measured."""
+        """The row of a contender and number of streams; None where it was not measured."""
         return next((row for row in self.rows if (row.name, row.streams) == (name, streams)), None)
 
     @property
@@ -67,7 +76,7 @@ class Report:
 
 
 def describe_machine(num_cores: int) -> dict[str, Any]:
-    """What figures depend on."""
+    """Processor, cores, system and time of the measurement."""
     model = platform.processor() or platform.machine()
     for line in _lines(Path("/proc/cpuinfo")):
         if line.startswith("model name"):
@@ -78,7 +87,7 @@ def describe_machine(num_cores: int) -> dict[str, Any]:
 
 
 def as_markdown(report: Report) -> str:
-    """Two tables: every contender's figures, and what the targets are about."""
+    """Two tables: the figures of every contender, and ratios between contenders."""
     machine = report.machine
     versions = {row.name: row.version for row in report.rows if row.version}
     rounds = max((len(row.runs) for row in report.rows), default=0)
@@ -100,7 +109,7 @@ def as_markdown(report: Report) -> str:
 
 
 def write(report: Report, path: Path | None) -> None:
-    """Raw figures as JSON, and the tables beside it as Markdown."""
+    """Write raw figures as JSON, and the tables as Markdown with the same file name; nothing where the path is None."""
     if path is None:
         return
     rows = [
@@ -113,8 +122,10 @@ def write(report: Report, path: Path | None) -> None:
             "ttft_p50_s": round(row.ttft_p50_s, 4),
             "tpot_p50_s": round(row.tpot_p50_s, 5),
             "roofline": round(report.roofline(row), 3),
-            "tokens_per_answer": round(statistics.mean(a.num_tokens for run in row.runs for a in run.answers), 1)
-            if any(run.answers for run in row.runs)
+            "tokens_per_response": round(
+                statistics.mean(response.num_tokens for run in row.runs for response in run.responses), 1
+            )
+            if any(run.responses for run in row.runs)
             else None,
             "acceptance": round(row.acceptance, 3) if row.acceptance is not None else None,
             "errors": row.num_errors,
@@ -133,7 +144,7 @@ def write(report: Report, path: Path | None) -> None:
 
 
 def plot(report: Report, path: Path) -> None:
-    """A PNG: tokens per second, and TTFT, over the number of streams.
+    """Write a PNG file: tokens per second and TTFT over the number of streams.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -164,8 +175,8 @@ def plot(report: Report, path: Path) -> None:
 
 _RATIOS = (
     "plain / best peer without drafts",
-    "paceline / best peer at all",
-    "TTFT over the best peer's",
+    "paceline / best peer",
+    "TTFT / best TTFT of a peer",
     "paceline / plain",
     "plain / engine alone",
 )

@@ -1,7 +1,7 @@
-"""`paceline bench peers`: this engine and other servers, one at a time, in rounds of alternating order.
+"""`paceline bench peers`: Paceline and other servers, one at a time, in rounds of alternating order.
 
-Owns who takes part and the order of measurement: a server is started for its turn and stopped after it, so that
-nothing else runs while one is measured. Medians over the rounds count.
+Owns the contenders and the order of measurement. A server is started for its turn and stopped after it, so that nothing
+else runs while it is measured. Figures are medians over rounds.
 """
 
 from __future__ import annotations
@@ -37,18 +37,20 @@ QUESTION = "What is the capital of France?"
 
 SAMPLE_TIMEOUT_S = 120.0
 
-Ask = Callable[[Sequence[str], int, dict[str, Any]], Run]
-"""Send these prompts, so many at a time, with this merged into each body."""
+Send = Callable[[Sequence[str], int, dict[str, Any]], Run]
+"""Sends prompts, with a number of streams and fields that are added to each request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Somebody who can be asked now."""
+    """A contender that is ready."""
 
-    ask: Ask
+    send: Send
+    """Runs a load."""
     version: str
+    """Version for the report."""
     sample: str = ""
-    """What it answers to a simple question: a server that computes something else is easily fast."""
+    """Response to a simple question, as evidence that the contender runs the same model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +58,27 @@ class Contender:
     """One column of the report."""
 
     name: str
+    """Heading of the column."""
     start: Callable[[int], contextlib.AbstractContextManager[Ready]]
-    """For at most so many streams."""
+    """Starts it for at most this number of streams."""
     is_peer: bool = True
+    """Whether it is another server than Paceline."""
     drafts: bool = False
+    """Whether it uses speculative decoding."""
     starts_by_level: bool = False
-    """Its best configuration depends on the number of streams."""
+    """Whether it is started separately for each number of streams, because its best configuration depends on it."""
 
 
 def peers(options: argparse.Namespace) -> int:
-    """Measure and report; exit status 1 if any request failed."""
-    signal.signal(signal.SIGTERM, _endpoint)  # so that a server under test is stopped, too
+    """Measure and report; returns the exit status: 1 if any request failed."""
+    signal.signal(signal.SIGTERM, _leave)  # so that a server under test is stopped, too
     if options.quick:
         options.rounds, options.per_stream = 2, 1
-    everybody = contenders(options)
-    unknown = [name for name in options.only or () if name not in [one.name for one in everybody]]
+    known = contenders(options)
+    unknown = [name for name in options.only or () if name not in [one.name for one in known]]
     if unknown:
-        raise ConfigError(f"--only: {unknown[0]!r} given; allowed: {', '.join(one.name for one in everybody)}")
-    chosen = [one for one in everybody if not options.only or one.name in options.only]
+        raise ConfigError(f"--only: {unknown[0]!r} given; allowed: {', '.join(one.name for one in known)}")
+    chosen = [one for one in known if not options.only or one.name in options.only]
     bandwidths: list[float] = []
     workload = choose_workload(options)
     rows = measure_peers(chosen, workload, options, bandwidths.append, Console(stderr=True).print)
@@ -92,7 +97,7 @@ def peers(options: argparse.Namespace) -> int:
     return 1 if any(row.num_errors for row in rows) else 0
 
 
-def _endpoint(number: int, frame: FrameType | None) -> None:
+def _leave(number: int, frame: FrameType | None) -> None:
     del number, frame
     raise SystemExit(1)
 
@@ -104,12 +109,14 @@ def measure_peers(
     on_bandwidth: Callable[[float], None],
     say: Callable[[str], None],
 ) -> tuple[Row, ...]:
-    """All rounds of everybody who is installed and starts.
+    """Measure all rounds of every contender that is installed and starts.
 
     Args:
+        chosen: the contenders, in the order of the first round.
+        workload: of every contender.
         options: `streams`, `rounds`, `per_stream`, `at_least`, `max_tokens`.
-        on_bandwidth: told before each round how fast memory reads.
-        say: for people.
+        on_bandwidth: called before each round with the bytes per second of reading memory.
+        say: takes lines of progress.
     """
     runs: dict[tuple[str, int], list[Run]] = {}
     versions: dict[str, str] = {}
@@ -137,7 +144,7 @@ def measure_peers(
 
 
 def contenders(options: argparse.Namespace) -> list[Contender]:
-    """Everybody who may take part, installed or not; the order of the report."""
+    """All contenders, installed or not, in the order of the report."""
     draft = ["--draft", options.draft] if options.draft else []
     vllm, llama = options.vllm_python, options.llama_server
     return [
@@ -174,29 +181,29 @@ def _turn(
     for counts in levels:
         with contender.start(max(counts)) as ready:
             if ready.sample:
-                say(f"{contender.name} says: {ready.sample}")
+                say(f"{contender.name} responds: {ready.sample}")
             for count in counts:
                 prompts = pick(workload, max(count * options.per_stream, options.at_least), seed=1000 * count + turn)
-                ready.ask(prompts[:count], count, body | {"max_tokens": WARM_UP_TOKENS})
-                yield count, ready.ask(prompts, count, body), ready.version
+                ready.send(prompts[:count], count, body | {"max_tokens": WARM_UP_TOKENS})
+                yield count, ready.send(prompts, count, body), ready.version
 
 
 @contextlib.contextmanager
 def _over_http(starting: contextlib.AbstractContextManager[servers.Server]) -> Iterator[Ready]:
     with starting as server:
-        yield Ready(partial(_ask_server, server), server.version, _sample(server))
+        yield Ready(partial(_send_to_server, server), server.version, _sample(server))
 
 
 def _sample(server: servers.Server) -> str:
     body: dict[str, Any] = {"model": server.model, "messages": [{"role": "user", "content": QUESTION}]}
     body |= {"max_tokens": WARM_UP_TOKENS, "temperature": 0}
-    answer = httpx.post(f"{server.url}/chat/completions", json=body, timeout=SAMPLE_TIMEOUT_S)
-    if answer.status_code != 200:
-        raise EngineUnavailable(f"{answer.status_code}: {answer.text[:200]}")
-    return str(answer.json()["choices"][0]["message"]["content"])
+    response = httpx.post(f"{server.url}/chat/completions", json=body, timeout=SAMPLE_TIMEOUT_S)
+    if response.status_code != 200:
+        raise EngineUnavailable(f"{response.status_code}: {response.text[:200]}")
+    return str(response.json()["choices"][0]["message"]["content"])
 
 
-def _ask_server(server: servers.Server, prompts: Sequence[str], streams: int, body: dict[str, Any]) -> Run:
+def _send_to_server(server: servers.Server, prompts: Sequence[str], streams: int, body: dict[str, Any]) -> Run:
     return run_load(server.url, server.model, prompts, streams=streams, body=body)
 
 

@@ -1,7 +1,7 @@
-"""What clients of the soak send, and how each of their requests ended.
+"""The load of the soak test: what its clients send, and how each request ends.
 
-Owns the mix: streams and whole answers, several choices, clients that leave, deadlines, bad requests. Every request has
-an id of its own and exactly one outcome. Does not know about faults.
+Owns the mix: streamed and unstreamed responses, several choices, clients that disconnect, deadlines, invalid requests.
+Every request has a unique id and exactly one outcome. Does not know about faults.
 """
 
 from __future__ import annotations
@@ -15,8 +15,14 @@ from typing import Any, Literal
 import aiohttp
 
 End = Literal["finished", "left", "deadline", "invalid", "refused", "failed", "wrong", "lost"]
-"""`finished`: whole. `left`: by the client's own wish. `invalid`, `refused`, `deadline`, `failed`: one clear error of
-that kind. `wrong`: another text than the first time. `lost`: neither an end nor an error."""
+"""How a request ended.
+
+    finished                               a complete response
+    left                                   the client disconnected
+    invalid, refused, deadline, failed     one error of that kind
+    wrong                                  a text that differs from the first response to the same request
+    lost                                   neither an end nor an error
+"""
 TIMEOUT_S = 300.0
 TOPICS = ("rivers", "birds", "bridges", "bread", "clouds", "trains", "islands", "paper")
 
@@ -26,16 +32,24 @@ class Outcome:
     """How one request ended."""
 
     request_id: str
+    """Id of the request."""
     kind: str
+    """Kind of the request in the mix."""
     end: End
+    """How it ended."""
     detail: str = ""
+    """Message of the error, if any."""
 
 
 async def drive(url: str, model: str, *, streams: int, seed: int, stop: asyncio.Event) -> list[Outcome]:
     """Send requests on `streams` connections until `stop`, and wait for the last ones.
 
     Args:
-        url: ends with /v1.
+        url: base URL of the API, which ends with /v1.
+        model: name of the model.
+        streams: number of concurrent requests.
+        seed: of the mix.
+        stop: ends the load when set.
     """
     client = _Client(url, model)
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
@@ -82,10 +96,10 @@ class _Client:
                     if end != "finished":
                         return end, text
                 else:
-                    answer = await response.json()
-                    text = "|".join(choice["message"]["content"] for choice in answer["choices"])
+                    body_json = await response.json()
+                    text = "|".join(choice["message"]["content"] for choice in body_json["choices"])
         except (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError) as error:
-            return "refused", f"{type(error).__name__}: {error}"  # nothing had been answered yet
+            return "refused", f"{type(error).__name__}: {error}"  # no part of a response had arrived
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
             return "lost", f"{type(error).__name__}: {error}"
         expected = self._texts.setdefault(json.dumps(body, sort_keys=True), text)
@@ -110,7 +124,7 @@ class _Client:
 
 
 async def _read_stream(response: aiohttp.ClientResponse) -> tuple[End, str]:
-    """The text, or how it ended otherwise and why."""
+    """How a stream ended, and its text or the reason."""
     parts: list[str] = []
     async for raw in response.content:
         line = raw.decode().strip()
@@ -122,7 +136,7 @@ async def _read_stream(response: aiohttp.ClientResponse) -> tuple[End, str]:
         if "error" in event:
             return ("deadline" if event["error"]["code"] == "deadline_exceeded" else "failed"), str(event["error"])
         parts += [choice["delta"].get("content") or "" for choice in event["choices"]]
-    return "lost", f"the stream ended without [DONE] after {len(parts)} pieces"
+    return "lost", f"the stream ended without [DONE] after {len(parts)} deltas"
 
 
 def _refusal(status: int, text: str) -> tuple[End, str]:

@@ -1,7 +1,7 @@
-"""`paceline bench soak`: mixed load on a real server for minutes while its processes are killed and stopped.
+"""`paceline bench soak`: mixed load on a real server while its processes are killed and stopped.
 
-Owns the schedule of faults, the watch over processes, and the verdict: every request accounted for by id, the same text
-for the same greedy prompt, and nothing that grows. What clients send is in `bench.soak.load`.
+Owns the schedule of faults, the samples of processes, and the checks: every request ends exactly once, the same greedy
+prompt gives the same text, and no process grows. The load is in `bench.soak.load`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -30,40 +29,52 @@ from bench.soak.load import Outcome, drive
 from engine.errors import ConfigError
 
 ROLES = {"replica": "ServeReplica", "target": "ray::ShardActor", "draft": "ray::DraftActor", "controller": "ray::Contr"}
-"""What a process's title holds, by the name of a fault."""
+"""Part of the title of a process by its role."""
 FAULTS = tuple(
     f"{kind}-{role}" for role in ROLES for kind in ("kill", "stop") if (kind, role) != ("stop", "controller")
 )
 SAMPLE_PERIOD_S = 5.0
 RECOVERY_TIMEOUT_S = 180.0
 MAX_GROWTH = 0.05
+"""Largest relative growth of a process from the middle to the last third of its life."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one process held at one time."""
+    """Resources of one process at one point in time."""
 
     at_s: float
+    """Seconds since the watch began."""
     role: str
+    """Role of the process."""
     pid: int
+    """Id of the process."""
     rss_bytes: int
+    """Resident memory."""
     num_fds: int
+    """Open file descriptors."""
     num_shared: int
-    """Mapped shared-memory files of ours."""
+    """Mapped shared-memory files of Paceline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One that was injected."""
+    """An injected fault."""
 
     at_s: float
+    """Seconds since the watch began."""
     name: str
+    """Signal and role."""
     recovery_s: float
-    """Until /health was 200 with every process of the role alive and new."""
+    """Seconds until the process was replaced and /health reported no problem."""
 
 
 def soak(options: argparse.Namespace) -> int:
-    """Run it; 0 when the verdict is good."""
+    """Run the test; returns the exit status: 1 where a check fails.
+
+    Raises:
+        ConfigError: an unknown fault is named.
+    """
     unknown = [name for name in options.faults if name not in FAULTS]
     if unknown:
         raise ConfigError(f"--faults: {unknown[0]!r} given; allowed: {', '.join(FAULTS)}")
@@ -76,7 +87,7 @@ def soak(options: argparse.Namespace) -> int:
             watch = Watch(server.url.removesuffix("/v1"), Path(folder))
             outcomes, faults = asyncio.run(_run(server, watch, options, rng, console))
             held = watch.held_blocks()
-    problems = accept_or_reject(outcomes, watch.samples, held)
+    problems = find_problems(outcomes, watch.samples, held)
     show(outcomes, faults, watch.samples, held, problems, console)
     if options.out is not None:
         record = {
@@ -91,11 +102,11 @@ def soak(options: argparse.Namespace) -> int:
 
 
 class Watch:
-    """Looks at the server's processes.
+    """Samples the processes of a server.
 
     Args:
-        base: the server's URL.
-        targets: folder in which its replica announces its metrics.
+        base: URL of the server.
+        targets: folder into which its replica writes the address of its metrics.
     """
 
     def __init__(self, base: str, targets: Path) -> None:
@@ -110,7 +121,7 @@ class Watch:
         return time.monotonic() - self._begin_s
 
     def processes(self) -> dict[str, list[psutil.Process]]:
-        """By role."""
+        """Processes of the server by role."""
         found: dict[str, list[psutil.Process]] = {role: [] for role in ROLES}
         for process in psutil.Process().children(recursive=True):
             try:
@@ -123,7 +134,7 @@ class Watch:
         return found
 
     def sample(self) -> None:
-        """Look at every process once."""
+        """Sample every process once."""
         for role, processes in self.processes().items():
             for process in processes:
                 try:
@@ -136,12 +147,12 @@ class Watch:
                         process.num_fds(),
                         maps.count("/memfd:paceline"),
                     )
-                except (OSError, psutil.Error):  # it died between two looks
+                except (OSError, psutil.Error):  # it ended in the meantime
                     continue
                 self.samples.append(sample)
 
     def held_blocks(self) -> float:
-        """KV blocks of the target that requests hold. The draft hears of ended requests with its next order only."""
+        """KV blocks of the target that requests hold. The draft frees its blocks only with the next draft request."""
         total = 0.0
         for file in self._targets.glob("*.json"):
             address = json.loads(file.read_text())[0]["targets"][0]
@@ -151,7 +162,7 @@ class Watch:
         return total
 
     def is_healthy(self) -> bool:
-        """Whether /health says that all is well."""
+        """Whether /health reports no problem."""
         try:
             return bool(httpx.get(f"{self.base}/health", timeout=5.0).json()["status"] == "ok")
         except (httpx.HTTPError, ValueError, KeyError):
@@ -186,7 +197,7 @@ async def _sample(watch: Watch, stop: asyncio.Event) -> None:
 
 
 async def _inject(name: str, watch: Watch, rng: random.Random) -> Fault:
-    """One fault, and the time until the server is well again, without that process."""
+    """Inject one fault and wait until the process is replaced and the server healthy."""
     kind, role = name.split("-")
     victims = watch.processes()[role]
     begin_s = watch.now_s
@@ -203,18 +214,18 @@ async def _inject(name: str, watch: Watch, rng: random.Random) -> Fault:
     return Fault(begin_s, name, watch.now_s - begin_s)
 
 
-def accept_or_reject(outcomes: Sequence[Outcome], samples: Sequence[Sample], held_blocks: float) -> list[str]:
-    """What is wrong, in words; empty when all is well."""
+def find_problems(outcomes: Sequence[Outcome], samples: Sequence[Sample], held_blocks: float) -> list[str]:
+    """Messages of failed checks; empty where all hold."""
     problems = []
     ids = Counter(outcome.request_id for outcome in outcomes)
     if any(count > 1 for count in ids.values()):
         problems.append("a request has two ends")
     lost = [outcome for outcome in outcomes if outcome.end == "lost"]
     if lost:
-        problems.append(f"{len(lost)} requests ended without an answer or an error, such as {lost[0]}")
+        problems.append(f"{len(lost)} requests ended without a response or an error, such as {lost[0]}")
     wrong = [outcome for outcome in outcomes if outcome.end == "wrong"]
     if wrong:
-        problems.append(f"{len(wrong)} answers differ from the first of the same prompt, such as {wrong[0]}")
+        problems.append(f"{len(wrong)} responses differ from the first one to the same prompt, such as {wrong[0]}")
     failed = [outcome for outcome in outcomes if outcome.end == "failed"]
     if failed:
         problems.append(f"{len(failed)} requests failed, such as {failed[0]}")
@@ -225,20 +236,20 @@ def accept_or_reject(outcomes: Sequence[Outcome], samples: Sequence[Sample], hel
 
 
 def growth(samples: Sequence[Sample]) -> dict[str, str]:
-    """Roles whose processes hold more late in their life than in the middle of it, beyond what noise explains."""
+    """Roles of processes that hold more in the last third of their life than in the middle one, beyond noise."""
     found: dict[str, str] = {}
     for pid in {sample.pid for sample in samples}:
-        own = [sample for sample in samples if sample.pid == pid]
-        if own[-1].at_s - own[0].at_s < 120.0:
+        mine = [sample for sample in samples if sample.pid == pid]
+        if mine[-1].at_s - mine[0].at_s < 120.0:
             continue  # caches still fill
-        third = len(own) // 3
+        third = len(mine) // 3
         for name, slack in (("rss_bytes", 64 << 20), ("num_fds", 8), ("num_shared", 2)):
             middle, late = (
                 statistics.median(getattr(sample, name) for sample in part)
-                for part in (own[third : 2 * third], own[2 * third :])
+                for part in (mine[third : 2 * third], mine[2 * third :])
             )
             if late > middle * (1 + MAX_GROWTH) + slack:
-                found[own[0].role] = f"{name} {middle:.0f} to {late:.0f} in process {pid}"
+                found[mine[0].role] = f"{name} {middle:.0f} to {late:.0f} in process {pid}"
     return found
 
 
@@ -250,7 +261,7 @@ def show(
     problems: Sequence[str],
     console: Console,
 ) -> None:
-    """Print the account."""
+    """Print ends, recoveries, resources and failed checks."""
     ends = Counter(outcome.end for outcome in outcomes)
     console.print(f"{len(outcomes)} requests: " + ", ".join(f"{count} {end}" for end, count in ends.most_common()))
     names = sorted({fault.name for fault in faults})
@@ -260,10 +271,10 @@ def show(
             f"{name:18} {len(times)} times, recovery median {statistics.median(times):.1f} s, worst {times[-1]:.1f} s"
         )
     for role in ROLES:
-        own: list[Any] = [sample for sample in samples if sample.role == role]
-        if own:
-            rss = [sample.rss_bytes / 2**20 for sample in own]
-            fds, shared = [s.num_fds for s in own], [s.num_shared for s in own]
+        mine = [sample for sample in samples if sample.role == role]
+        if mine:
+            rss = [sample.rss_bytes / 2**20 for sample in mine]
+            fds, shared = [sample.num_fds for sample in mine], [sample.num_shared for sample in mine]
             console.print(
                 f"{role:10} memory {min(rss):.0f} to {max(rss):.0f} MiB, files {min(fds)} to {max(fds)}, "
                 f"shared memory {min(shared)} to {max(shared)}"

@@ -50,9 +50,9 @@ class PacedShard:
         self._goodput = goodput
         self.slot = slot = PlanSlot(initial_plan(speculative))
         """Holds the plan in force."""
-        self._aggregator = Aggregator(lambda: goodput.cost.plain_s, speculative.method)
+        self._aggregator = Aggregator(speculative.method)
         self._tpot_estimate = TpotEstimate(goodput)
-        self._recorder = StepRecorder(goodput, lambda: slot.current)
+        self._recorder = StepRecorder(lambda: slot.current)
         self.leader = Leader(
             shard,
             pacer=PolicyPacer(goodput),

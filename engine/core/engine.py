@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from engine.core.committer import Committer
 from engine.core.drafter import Drafter
-from engine.core.pacing import Pacer
+from engine.core.pacing import Pacer, Prediction
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.stats import StepStats, step_stats
@@ -43,7 +43,7 @@ class Engine:
     Args:
         scheduler, drafter, verifier, committer, publish: the five phases; they share one block pool.
         pacer: observes every step.
-        observers: called with each step's statistics, in the loop's thread.
+        observers: called with each step's statistics and the pacer's prediction for it, in the loop's thread.
         grammars: compiles the grammars of requests; None refuses requests that have one.
     """
 
@@ -56,7 +56,7 @@ class Engine:
         committer: Committer,
         publish: Publish,
         pacer: Pacer,
-        observers: Sequence[Callable[[StepStats], None]] = (),
+        observers: Sequence[Callable[[StepStats, Prediction], None]] = (),
         grammars: Grammars | None = None,
     ) -> None:
         self.scheduler = scheduler
@@ -129,9 +129,9 @@ class Engine:
         schedule_s, step_s = scheduled - begin, time.perf_counter() - begin
         stats = step_stats(batch, draft, verdict, deltas, aborted=self._aborted, schedule_s=schedule_s, step_s=step_s)
         self._aborted.clear()
-        self._pacer.observe(stats)
+        prediction = self._pacer.observe(stats)
         for observe in self._observers:
-            observe(stats)
+            observe(stats, prediction)
 
     def drain(self) -> None:
         """Apply everything in the inbox without waiting. For callers that step the engine themselves."""

@@ -10,7 +10,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
+
+from msgspec import Struct
 
 from engine.config import Method, PolicyName
 from engine.core.request import Request
@@ -88,6 +90,23 @@ class KChoice:
     target's."""
 
 
+class Prediction(Struct, frozen=True, kw_only=True, gc=False):
+    """What a pacer expected of a finished step before it learned from that step."""
+
+    seconds: float = 0.0
+    """Predicted duration of exactly this step, in seconds; 0 where the pacer has no cost model."""
+    plain_s: float = 0.0
+    """Predicted duration of the same step without its drafts, in seconds."""
+    expected_tokens: float = 0.0
+    """Tokens the step was expected to emit."""
+    expected_s: float = 0.0
+    """Duration that belongs to `expected_tokens`, in seconds: predicted when K was chosen, or else `seconds`."""
+    switched: Literal["on", "off"] | None = None
+    """The mode that drafting changed to in this step; None where it did not change."""
+    probed: bool = False
+    """Whether a probe began in this step."""
+
+
 class Pacer(Protocol):
     """Chooses K per request and step, as a function of the plan, the batch and past observations."""
 
@@ -101,6 +120,6 @@ class Pacer(Protocol):
         """
         ...
 
-    def observe(self, stats: StepStats) -> None:
-        """Learn from a finished step."""
+    def observe(self, stats: StepStats) -> Prediction:
+        """Learn from a finished step, and return what was expected of it."""
         ...

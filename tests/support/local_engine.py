@@ -72,7 +72,10 @@ class LocalEngine:
         bring_up_locally(self.shards)
         plan = initial_plan(self.config.speculative)
         self.leader = leader = Leader(
-            self.shards[0], pacer=self._pacer, plan=lambda: plan, observers=[self.stats.append]
+            self.shards[0],
+            pacer=self._pacer,
+            plan=lambda: plan,
+            observers=[lambda stats, prediction: self.stats.append(stats)],
         )
         self._start(leader.run, *(shard.run for shard in self.shards[1:]))
         self._socket = socket.socket(socket.AF_UNIX)

@@ -1,37 +1,39 @@
-"""Drafts that stop early: the floor follows the price, is calibrated by what was accepted, and pays where it can."""
+"""Drafts that exit early: the threshold follows the price, is calibrated by acceptance, and pays where it can."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from fakes import FixedPacer, ToyEngine, ToyModel, toy_drafter
 
-from autoscale.policy.acceptance_rate import Acceptance, kind_of
+from autoscale.policy.acceptance_rate import Acceptance, workload_index
 from autoscale.policy.goodput import Goodput, make_goodput
 from autoscale.simulation.hardware import cpu_table, h100_llama_70b
 from autoscale.simulation.simulator import Simulation, Workload
-from engine.core.pacing import KChoice, SpeculationPlan
+from engine.core.pacing import KChoice, Pacer, Prediction, SpeculationPlan
 from engine.core.request import Request
-from engine.core.stats import RowOutcome
+from engine.core.stats import RowOutcome, StepStats
 from engine.messages import SamplingParams, Submit
 
 
-class WithFloor(FixedPacer):
+class WithThreshold(FixedPacer):
     def __init__(self, k: int, exit_threshold: float) -> None:
         super().__init__(k)
-        self._floor = exit_threshold
+        self._exit_threshold = exit_threshold
 
     def choose(self, plan, decodes, num_prefill_rows):  # type: ignore[no-untyped-def]
         return [
-            replace(choice, exit_threshold=self._floor) for choice in super().choose(plan, decodes, num_prefill_rows)
+            replace(choice, exit_threshold=self._exit_threshold)
+            for choice in super().choose(plan, decodes, num_prefill_rows)
         ]
 
 
 @pytest.mark.parametrize("exit_threshold", [0.0, 0.3, 0.6, 1.0])
-def test_a_draft_goes_on_exactly_while_its_confidences_allow(exit_threshold: float) -> None:
-    pacer = WithFloor(5, exit_threshold)
+def test_a_draft_goes_on_exactly_while_its_cumulative_confidence_allows(exit_threshold: float) -> None:
+    pacer = WithThreshold(5, exit_threshold)
     drafter = toy_drafter(ToyModel(vocab_size=7, seed=4, blend=0.3))
     engine = ToyEngine(ToyModel(vocab_size=7), drafter, pacer, max_model_len=128)
     sampling = SamplingParams(temperature=0.0, max_tokens=80)
@@ -39,20 +41,20 @@ def test_a_draft_goes_on_exactly_while_its_confidences_allow(exit_threshold: flo
     outcomes = [outcome for stats in pacer.stats for outcome in stats.outcomes]
     assert outcomes
     for outcome in outcomes:
-        cumulative_acceptance = np.cumprod(outcome.confidences)
-        assert all(cumulative_acceptance[: outcome.num_drafted - 1] >= exit_threshold)
+        cumulative_confidence = np.cumprod(outcome.confidences)
+        assert all(cumulative_confidence[: outcome.num_drafted - 1] >= exit_threshold)
         if 0 < outcome.num_drafted < outcome.num_asked:
-            assert cumulative_acceptance[-1] < exit_threshold
+            assert cumulative_confidence[-1] < exit_threshold
 
 
-def test_greedy_answers_are_the_same_under_any_floor() -> None:
-    def answer(exit_threshold: float) -> list[int]:
+def test_greedy_responses_are_the_same_under_any_threshold() -> None:
+    def response(exit_threshold: float) -> list[int]:
         drafter = toy_drafter(ToyModel(vocab_size=7, seed=4, blend=0.3))
-        engine = ToyEngine(ToyModel(vocab_size=7), drafter, WithFloor(4, exit_threshold), max_model_len=128)
+        engine = ToyEngine(ToyModel(vocab_size=7), drafter, WithThreshold(4, exit_threshold), max_model_len=128)
         sampling = SamplingParams(temperature=0.0, max_tokens=60)
         return engine.run([Submit(request_id="r", prompt=(1, 2, 3), sampling=sampling)])["r"]
 
-    assert answer(0.0) == answer(0.4) == answer(1.0)
+    assert response(0.0) == response(0.4) == response(1.0)
 
 
 @pytest.mark.parametrize(("confidence", "rate"), [(0.9, 0.9), (0.5, 0.8), (0.9, 0.4)])
@@ -61,13 +63,13 @@ def test_confidence_is_calibrated_by_what_was_accepted(confidence: float, rate: 
     for key in range(6000):
         accepted = int(rng.random() < rate)
         acceptance.observe([RowOutcome(key % 8, 1, accepted, 10, "greedy", 1, (confidence,))])
-    kind = kind_of("greedy")
-    assert acceptance.confidence_of(rate, kind) == pytest.approx(confidence, abs=0.08)
-    assert acceptance.confidence_of(1.5, kind) == 1.0
+    workload = workload_index("greedy")
+    assert acceptance.confidence_at(rate, workload) == pytest.approx(confidence, abs=0.08)
+    assert acceptance.confidence_at(1.5, workload) == 1.0
 
 
-def test_the_dearer_a_position_the_higher_the_floor() -> None:
-    def floor_with(pass_factor: float) -> float:
+def test_the_threshold_rises_with_the_cost_of_a_position() -> None:
+    def threshold_with(pass_factor: float) -> float:
         table = cpu_table()
         pacer = make_goodput("draft_model", 8, replace(table, pass_s=tuple(pass_factor * s for s in table.pass_s)))
         for _ in range(60):
@@ -77,10 +79,10 @@ def test_the_dearer_a_position_the_higher_the_floor() -> None:
         assert choice.k > 1
         return choice.exit_threshold
 
-    assert 0 < floor_with(1.0) < floor_with(2.0) < 1
+    assert 0 < threshold_with(1.0) < threshold_with(2.0) < 1
 
 
-def test_a_method_without_confidences_gets_no_floor() -> None:
+def test_a_method_without_confidences_gets_no_threshold() -> None:
     pacer = make_goodput("ngram", 8, cpu_table())
     submit = Submit(request_id="r", prompt=(1,), sampling=SamplingParams(temperature=0.0, max_tokens=99))
     pacer.acceptance.observe([RowOutcome(1, 4, 4, 20)])
@@ -90,20 +92,33 @@ def test_a_method_without_confidences_gets_no_floor() -> None:
 
 @pytest.mark.parametrize("streams", [1, 8])
 @pytest.mark.parametrize("hardware", [cpu_table, h100_llama_70b], ids=["cpu", "h100"])
-def test_stopping_early_costs_nothing_where_confidence_tells(hardware, streams: int) -> None:  # type: ignore[no-untyped-def]
-    """Mean over seeds of simulated goodput with floors over that without."""
+def test_early_exit_loses_nothing_where_confidence_predicts_acceptance(hardware, streams: int) -> None:  # type: ignore[no-untyped-def]
+    """Mean over seeds of simulated goodput with thresholds over that without; simulated, so repeatable."""
 
-    class Never(Goodput):
-        def _with_floors(self, best, rows):  # type: ignore[no-untyped-def]
-            return [KChoice(k, "plan" if k else "acceptance") for k in best.ks.tolist()]
+    class WithoutExit:
+        """The same policy with every exit threshold removed."""
+
+        def __init__(self, pacer: Goodput) -> None:
+            self._pacer = pacer
+            self.num_removed = 0
+
+        def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> list[KChoice]:
+            choices = self._pacer.choose(plan, decodes, num_prefill_rows)
+            self.num_removed += sum(choice.exit_threshold > 0 for choice in choices)
+            return [replace(choice, exit_threshold=0.0) for choice in choices]
+
+        def observe(self, stats: StepStats) -> Prediction:
+            return self._pacer.observe(stats)
 
     table, workload = hardware(), Workload("spread", 0.6, certainty=0.35)
 
-    def goodput(cls: type, seed: int) -> float:
-        pacer = make_goodput("draft_model", 8, table)
-        pacer.__class__ = cls
+    def goodput(pacer: Pacer, seed: int) -> float:
         run = Simulation(table, workload, lambda _: streams, seed=seed)
-        return float(run.run(pacer, SpeculationPlan(max_k=8), 15.0).goodput)
+        return run.run(pacer, SpeculationPlan(max_k=8), 15.0).goodput
 
-    ratio = np.mean([goodput(Goodput, s) / goodput(Never, s) for s in range(3)])
-    assert ratio > 0.97
+    ratios = []
+    for seed in range(3):
+        without = WithoutExit(make_goodput("draft_model", 8, table))
+        ratios.append(goodput(make_goodput("draft_model", 8, table), seed) / goodput(without, seed))
+        assert without.num_removed > 0
+    assert np.mean(ratios) > 0.97

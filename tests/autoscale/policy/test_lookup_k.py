@@ -1,4 +1,4 @@
-"""Drafts that cost nothing but their rows have a K of their own: on where a model's drafts do not pay, and exact."""
+"""K of prompt lookup drafts: they go on where a model's drafts do not pay, and responses stay exact."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from fakes import RandomPacer, ToyEngine, ToyModel, toy_drafter
 from msgspec import structs
 from step_stats import make_step
 
-from autoscale.control.priors import Kind
+from autoscale.control.priors import DraftClass
 from autoscale.control.report import Aggregator
-from autoscale.policy.cost_model import ROW_KNOTS, CostModel
+from autoscale.policy.cost_model import ROW_KNOTS, CostModel, CostTable
 from autoscale.policy.goodput import Goodput, make_goodput
+from autoscale.policy.lookup_k import LookupK
 from autoscale.simulation.hardware import cpu_table
 from engine.core.drafter import NoDrafter
-from engine.core.pacing import MAX_MATCH_LEN, NUM_MATCH_CLASSES, KChoice, SpeculationPlan
+from engine.core.pacing import MAX_MATCH_LEN, NUM_MATCH_CLASSES, KChoice, Prediction, SpeculationPlan
 from engine.core.request import Request
 from engine.core.stats import RowOutcome, StepStats
 from engine.core.step import Batch, Span
 from engine.draft.first_of import FirstOf
 from engine.draft.grammar import GrammarDrafter
 from engine.draft.ngram import NgramDrafter
-from engine.messages import SamplingParams, Submit
+from engine.messages import WORKLOADS, SamplingParams, Submit
 
 MAX_K = 6
 
@@ -38,9 +39,9 @@ def step_of(*outcomes: RowOutcome) -> StepStats:
     return structs.replace(make_step([], 1), outcomes=outcomes)
 
 
-def taught(model: bool, lookup: bool, batch: int = 4) -> tuple[Goodput, list[KChoice]]:
-    """A pacer that has seen drafts of either source all stand or all fall, and what it chooses then."""
-    pacer = make_goodput("eagle", MAX_K, cpu_table(), lookup=True)
+def taught(model: bool, lookup: bool, batch: int = 4, table: CostTable | None = None) -> tuple[Goodput, list[KChoice]]:
+    """A policy that has seen all drafts of a source accepted or all rejected, and what it then chooses."""
+    pacer = make_goodput("eagle", MAX_K, table or cpu_table(), lookup=True)
     requests = [request(key) for key in range(batch)]
     for _ in range(150):
         pacer.acceptance.observe([RowOutcome(1, 4, 4 * model, 10)])
@@ -65,15 +66,14 @@ def test_the_model_goes_on_where_lookup_finds_nothing_of_use() -> None:
     assert all(choice.k_by_match is not None and choice.k_by_match[0] <= 1 for choice in choices)
 
 
-def test_rows_that_cost_more_than_they_yield_are_not_drafted_for_free() -> None:
-    """In a large batch a row costs a full share of the step, so only drafts that are likelier than that stay."""
+def test_rows_that_cost_more_than_they_yield_are_not_drafted() -> None:
+    """In a large batch a row costs a full share of the step, so only drafts that are likelier than that are kept."""
     table = cpu_table()
-    dear = replace(table, verify_s=tuple(0.01 * rows for rows in ROW_KNOTS))
-    pacer, _ = taught(model=False, lookup=True)
+    expensive = replace(table, verify_s=tuple(0.01 * rows for rows in ROW_KNOTS))
+    pacer, _ = taught(model=False, lookup=True, table=expensive)
     assert pacer.lookup is not None
     for _ in range(100):
         pacer.lookup.observe([RowOutcome(1, 1, n, 10, source="lookup") for n in (0, 1)], ())
-    pacer.cost = CostModel(dear)
     found = [
         pacer.choose(SpeculationPlan(max_k=MAX_K), [request(key) for key in range(8)], 0)[0].k_by_match
         for _ in range(31)
@@ -81,7 +81,7 @@ def test_rows_that_cost_more_than_they_yield_are_not_drafted_for_free() -> None:
     assert np.median([ks[0] for ks in found if ks is not None]) == 0
 
 
-def test_a_long_match_is_believed_where_a_short_one_is_not() -> None:
+def test_a_long_match_is_drafted_where_a_short_one_is_not() -> None:
     pacer, _ = taught(model=False, lookup=True)
     assert pacer.lookup is not None
     for _ in range(100):
@@ -94,7 +94,7 @@ def test_a_long_match_is_believed_where_a_short_one_is_not() -> None:
 
 
 @pytest.mark.parametrize(("before", "length"), [((9, 5, 6, 7), 3), ((4, 5, 6, 7), 4), ((6, 7), 2)])
-def test_lookup_tells_how_much_recurred_and_is_cut_to_what_that_allows(before: tuple[int, ...], length: int) -> None:
+def test_lookup_reports_the_match_and_is_cut_to_its_k(before: tuple[int, ...], length: int) -> None:
     tokens = [*before, 1, 2, 3, 0, 4, 5, 6, 7]
     span = Span(replace(request(1), tokens=tokens), len(tokens) - 1, 1, 3, True, "plan", k_by_match=(1, 2, 3, 3))
     lookup = NgramDrafter(min_size=2, max_size=2)
@@ -103,7 +103,7 @@ def test_lookup_tells_how_much_recurred_and_is_cut_to_what_that_allows(before: t
         assert (row.token_ids, row.match_len) == ((1, 2, 3)[: 1 if length == 2 else 2], length)
 
 
-def test_each_source_is_learnt_and_pooled_apart() -> None:
+def test_each_source_is_learned_and_pooled_separately() -> None:
     pacer = make_goodput("eagle", MAX_K, cpu_table(), lookup=True)
     before = pacer.acceptance.by_position().copy()
     step = step_of(RowOutcome(1, 3, 0, 10, source="lookup"), RowOutcome(2, 3, 3, 10, source="grammar"))
@@ -112,12 +112,15 @@ def test_each_source_is_learnt_and_pooled_apart() -> None:
     assert np.array_equal(pacer.acceptance.by_position(), before)
     assert pacer.lookup is not None
     assert pacer.lookup.acceptance_of(0).by_position()[0] < 0.1
-    aggregator = Aggregator(method="eagle")
-    aggregator.add(step_of(*step.outcomes, RowOutcome(3, 2, 2, 10)))
-    assert set(aggregator.take().by_kind) == {Kind("ngram", "greedy"), Kind("eagle", "greedy")}
+    aggregator = Aggregator("eagle")
+    aggregator.add(step_of(*step.outcomes, RowOutcome(3, 2, 2, 10)), Prediction())
+    assert set(aggregator.take().by_draft_class) == {
+        DraftClass("ngram", "greedy"),
+        DraftClass("eagle", "greedy"),
+    }
 
 
-def test_free_drafts_teach_the_cost_model_rows_but_no_passes() -> None:
+def test_lookup_drafts_teach_the_cost_model_rows_but_no_passes() -> None:
     cost = CostModel(cpu_table())
     before = cost.pass_s(1)
     step = structs.replace(make_step([(4, 2)], 0), draft_s=0.0, handoff_s=0.0)
@@ -132,7 +135,7 @@ def test_free_drafts_teach_the_cost_model_rows_but_no_passes() -> None:
 
 
 class TwoKs(RandomPacer):
-    """Random K and free K, independent of each other."""
+    """Random K and lookup K, independent of each other."""
 
     def choose(self, plan: SpeculationPlan, decodes: Sequence[Request], num_prefill_rows: int) -> list[KChoice]:
         choices = super().choose(plan, decodes, num_prefill_rows)
@@ -142,7 +145,7 @@ class TwoKs(RandomPacer):
         ]
 
 
-def test_greedy_answers_are_the_same_whatever_both_ks_are() -> None:
+def test_greedy_responses_are_the_same_under_any_two_ks() -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=50)
     submits = [Submit(request_id=f"r{i}", prompt=(i, 1, 2, 1, 2), sampling=sampling) for i in range(5)]
 
@@ -155,3 +158,20 @@ def test_greedy_answers_are_the_same_whatever_both_ks_are() -> None:
     for seed in range(3):
         engine = ToyEngine(ToyModel(vocab_size=5), drafter(), TwoKs(seed, 4))
         assert engine.run(submits) == plain
+
+
+def test_a_row_is_drafted_where_its_acceptance_exceeds_its_price() -> None:
+    """At 100 tokens per second a row of 5 ms costs half a token, and 0.55 with the margin."""
+    lookup = LookupK(4)
+    ks = lookup.ks(tokens_per_s=100.0, row_s=0.005, width=4)
+    cumulative = [lookup.acceptance_of(length).by_position().cumprod() for length in (1, 3, 5, MAX_MATCH_LEN)]
+    assert ks == [tuple(int((rates >= 0.55).sum()) for rates in cumulative)] * len(WORKLOADS)
+    assert lookup.ks(tokens_per_s=100.0, row_s=0.0, width=3) == [(3,) * NUM_MATCH_CLASSES] * len(WORKLOADS)
+
+
+def test_a_row_that_does_not_pay_is_tried_in_one_call_of_64() -> None:
+    lookup = LookupK(4)
+    ks = [lookup.ks(tokens_per_s=100.0, row_s=1.0, width=4)[0] for _ in range(128)]
+    assert [index for index, k in enumerate(ks) if k == (1,) * NUM_MATCH_CLASSES] == [63, 127]
+    assert sum(map(sum, ks)) == 2 * NUM_MATCH_CLASSES
+    assert lookup.ks(tokens_per_s=100.0, row_s=1.0, width=0)[0] == (0,) * NUM_MATCH_CLASSES

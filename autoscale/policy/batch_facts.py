@@ -1,0 +1,123 @@
+"""What the policy knows about a batch besides acceptance: limits of K, and how many tokens the draft has not read.
+
+Owns the facts that change slowly and the mean lengths of prompts and responses. Knows no costs and chooses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from autoscale.policy.acceptance_rate import workload_index
+from engine.core.request import Request
+from engine.core.stats import RowOutcome
+
+CATCH_UP_STEPS = 64
+"""Number of steps over which the cost of reading tokens that the draft has missed is spread."""
+FIRST_RESPONSE_LEN = 128.0
+"""Mean length of a response, in tokens, before the first one ends."""
+LENGTH_RATE = 0.05
+"""Weight of one request in the mean lengths of prompts and responses."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFacts:
+    """The slow facts of one batch.
+
+    Kept for as long as the batch stays the same, up to `depth_search.WIDE_SEARCH_CHOICES` choices. Building them takes
+    as long as the rest of a choice; see `autoscale.policy.goodput` for both figures.
+    """
+
+    requests: Sequence[Request]
+    keys: Sequence[int]
+    """[B] keys of the requests."""
+    workload_indices: npt.NDArray[np.int64]
+    """[B] `workload_index` of each request, for indexing arrays."""
+    workloads: Sequence[int]
+    """[B] the values of `workload_indices` as plain integers, for indexing lists."""
+    disallowed: npt.NDArray[np.bool_] | None
+    """[B, max_k] positions past a request's own limit; None when no request has a limit below max_k."""
+    num_unread: float
+    """Tokens of these requests that the draft has not read and does not get with the next step."""
+
+
+class BatchObserver:
+    """Builds the facts of a batch, and learns from steps what they need.
+
+    Args:
+        max_k: upper bound of K.
+    """
+
+    def __init__(self, max_k: int) -> None:
+        self._max_k = max_k
+        self._num_read: dict[int, int] = {}  # request key -> tokens the draft has read
+        self._prompt_len, self._response_len = 0.0, FIRST_RESPONSE_LEN
+        self.facts = BatchFacts((), (), np.zeros(0, dtype=np.int64), (), None, 0.0)
+        """Facts of the batch that was passed to `refresh` last."""
+
+    @property
+    def num_tracked(self) -> int:
+        """Number of requests of which something is remembered."""
+        return len(self._num_read)
+
+    def refresh(self, decodes: Sequence[Request], keys: Sequence[int]) -> None:
+        """Build the facts of a batch. The lengths of requests that are new or have finished enter the means."""
+        self._note_lengths(decodes)
+        workloads = [workload_index(request.submit.sampling.workload) for request in decodes]
+        limits = np.array([_k_limit(request, self._max_k) for request in decodes])
+        disallowed = np.arange(self._max_k)[None, :] >= limits[:, None]
+        num_read = self._num_read
+        num_unread = sum([len(request.tokens) - num_read.get(request.key, 0) for request in decodes]) - len(keys)
+        self.facts = BatchFacts(
+            requests=decodes,
+            keys=keys,
+            workload_indices=np.array(workloads),
+            workloads=workloads,
+            disallowed=disallowed if disallowed.any() else None,
+            num_unread=float(max(0, num_unread)),
+        )
+
+    def catch_up_tokens(self, tokens: float) -> float:
+        """Committed tokens that the draft reads per step.
+
+        The sum of what a step emits, its share of prompts, and the unread tokens spread over CATCH_UP_STEPS.
+
+        Args:
+            tokens: tokens that a step emits.
+        """
+        return tokens * (1 + self._prompt_len / self._response_len) + self.facts.num_unread / CATCH_UP_STEPS
+
+    def observe(self, outcomes: Sequence[RowOutcome], ended: Sequence[int]) -> None:
+        """Note what the draft has read, and forget the requests that ended.
+
+        Args:
+            outcomes: of rows that the drafting method drafted for.
+            ended: keys of requests.
+        """
+        for outcome in outcomes:
+            self._num_read[outcome.key] = outcome.num_tokens
+        for key in ended:
+            self._num_read.pop(key, None)
+
+    def _note_lengths(self, decodes: Sequence[Request]) -> None:
+        before = set(self.facts.keys)
+        for request in decodes:
+            if request.key not in before:
+                rate = LENGTH_RATE if self._prompt_len else 1.0
+                self._prompt_len += rate * (request.num_prompt - self._prompt_len)
+        for request in self.facts.requests:
+            if request.finish_reason is not None:
+                self._response_len += LENGTH_RATE * (request.num_generated - self._response_len)
+
+
+def _k_limit(request: Request, max_k: int) -> int:
+    """The largest K that this request may get."""
+    options = request.submit.speculative
+    if not options.enabled:
+        return 0
+    # One token of the remaining ones comes from the target itself.
+    num_remaining = request.submit.sampling.max_tokens - request.num_generated - 1
+    return max(0, min(max_k, num_remaining, max_k if options.max_k is None else options.max_k))
