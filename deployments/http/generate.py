@@ -3,8 +3,8 @@
 Owns the order of checks, and that ids and places in the queue are free again however a request ends. Does not know
 routes, fields or how tokens are made.
 
-    body -> protocol -> generation.make_submits -> admission -> EngineClient -> generation.read_pieces -> (fanout ->)
-         -> deadline -> answers -> (sse ->) client
+    body -> make_submits -> admission -> EngineClient -> read_text_deltas -> (merge_streams ->)
+         -> until -> ResponseWriter -> (sse ->) client
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from deployments.http.answer_streams import merge_streams, until
 from deployments.http.connection import read_body, while_connected
 from deployments.http.dependencies import ApiDependencies, RunningId
 from deployments.http.sse import EventStreamResponse, event_bytes
-from deployments.openai.choice_stream import make_choice, read_pieces
+from deployments.openai.choice_stream import make_choice, read_text_deltas
 from deployments.openai.engine_requests import make_submits
 from deployments.openai.requests import ChatBody, CompletionBody, ModelBody
-from deployments.openai.response_writer import AnswerWriter, ChatFormat, CompletionFormat, join
+from deployments.openai.response_writer import ChatFormat, CompletionFormat, ResponseWriter, join_deltas
 from deployments.openai.responses import TextDelta
 from engine.messages import Submit
 
@@ -100,9 +100,11 @@ def parse_body(raw: bytes, body_type: type[B], dependencies: ApiDependencies) ->
     return body
 
 
-def _writer(body: ChatBody | CompletionBody, submits: Sequence[Submit], dependencies: ApiDependencies) -> AnswerWriter:
+def _writer(
+    body: ChatBody | CompletionBody, submits: Sequence[Submit], dependencies: ApiDependencies
+) -> ResponseWriter:
     format_type = ChatFormat if isinstance(body, ChatBody) else CompletionFormat
-    return AnswerWriter(
+    return ResponseWriter(
         format_type(dependencies.codec.name_of, body.num_logprobs or 0),
         request_id=submits[0].request_id,
         created=int(time.time()),
@@ -128,7 +130,7 @@ def _run(
     sources = []
     for index, submit in enumerate(submits):
         choice = make_choice(body, submit, index, dependencies.codec)
-        sources.append(read_pieces(client.generate(submit), choice))
+        sources.append(read_text_deltas(client.generate(submit), choice))
     return until(
         sources[0] if len(sources) == 1 else merge_streams(sources),
         timeout_s=min(body.timeout or math.inf, dependencies.timeout_s),
@@ -140,14 +142,14 @@ async def _take(pieces: AsyncGenerator[TextDelta, None]) -> TextDelta:
     return await anext(pieces)
 
 
-async def _collect(pieces: AsyncGenerator[TextDelta, None], writer: AnswerWriter) -> bytes:
+async def _collect(pieces: AsyncGenerator[TextDelta, None], writer: ResponseWriter) -> bytes:
     choices: list[list[TextDelta]] = [[] for _ in range(writer.num_choices)]
     try:
         async for piece in pieces:
             choices[piece.index].append(piece)
     finally:
         await pieces.aclose()
-    return writer.whole([join(choice) for choice in choices])
+    return writer.response([join_deltas(choice) for choice in choices])
 
 
 def check_model(name: str, dependencies: ApiDependencies) -> None:

@@ -16,7 +16,7 @@ from fake_engine import FakeEngine
 from tiny_tokenizer import byte_level
 
 from deployments.http.app import ApiDependencies, ApiLimits, build_api
-from deployments.openai.tokenizer import TextCodec
+from deployments.text.tokenizer import TextCodec
 
 T = TypeVar("T")
 TOKENIZER = byte_level()

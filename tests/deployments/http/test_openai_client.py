@@ -18,7 +18,7 @@ from fake_engine import FakeEngine
 from tiny_tokenizer import byte_level
 
 from deployments.http.app import ApiDependencies, ApiLimits, build_api
-from deployments.openai.tokenizer import TextCodec
+from deployments.text.tokenizer import TextCodec
 from engine.errors import EngineError, EngineUnavailable, QueueFull
 
 TOKENIZER = byte_level()
