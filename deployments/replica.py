@@ -26,8 +26,8 @@ from deployments.http.direct_port import DirectHttp
 from deployments.http.keys import KeyRing
 from deployments.http.ui_routes import add_ui_routes
 from deployments.monitoring.replica_observer import ReplicaObserver
-from deployments.openai.tokenizer import TextCodec
 from deployments.settings import AppSettings, LiveSettings, check_live
+from deployments.text.tokenizer import TextCodec
 from engine.checkpoint.store import resolve_model
 from engine.errors import EngineUnavailable
 

@@ -42,6 +42,7 @@ LAYERS = {
         "replica local",
         "http",
         "openai cluster monitoring",
+        "text",
         "settings engine_client errors",
     ),
     "bench": ("options", "soak peers pace", "engine_only", "load"),

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from bench.load.client import Response, Run
 from deployments.cluster.actors import device_env
-from deployments.openai.tokenizer import TextCodec
+from deployments.text.tokenizer import TextCodec
 from engine.checkpoint.store import EMBEDDED, resolve_model
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineUnavailable

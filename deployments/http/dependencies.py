@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from deployments.engine_client import EngineClient
 from deployments.http.admission import Admission
 from deployments.openai.prompts import ApiLimits
-from deployments.openai.tokenizer import TextCodec
+from deployments.text.tokenizer import TextCodec
 
 MAX_UNBOUNDED = 1 << 30
 """Capacity of the default admission: practically no bound."""

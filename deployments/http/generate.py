@@ -3,8 +3,8 @@
 Owns the order of the checks, and the release of request ids and places in the queue however a request ends. Does not
 know the routes, the fields of a body, or how tokens are computed.
 
-    body -> openai.requests -> engine_requests.make_submits -> admission -> EngineClient -> choice_stream.read_pieces
-         -> (merge_streams ->) until -> response_writer -> (sse ->) client
+    body -> make_submits -> admission -> EngineClient -> read_text_deltas -> (merge_streams ->)
+         -> until -> ResponseWriter -> (sse ->) client
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from deployments.http.connection import read_body, while_connected
 from deployments.http.dependencies import ApiDependencies, RunningId
 from deployments.http.response_streams import merge_streams, until
 from deployments.http.sse import EventStreamResponse, event_bytes
-from deployments.openai.choice_stream import make_choice, read_pieces
+from deployments.openai.choice_stream import make_choice, read_text_deltas
 from deployments.openai.engine_requests import make_submits
 from deployments.openai.requests import ChatBody, CompletionBody, ModelBody
-from deployments.openai.response_writer import AnswerWriter, ChatFormat, CompletionFormat, join
+from deployments.openai.response_writer import ChatFormat, CompletionFormat, ResponseWriter, join_deltas
 from deployments.openai.responses import TextDelta
 from engine.errors import InvalidRequest
 from engine.messages import Submit
@@ -112,9 +112,11 @@ def with_client_field(error: InvalidRequest, body: ChatBody | CompletionBody) ->
     return InvalidRequest(f"{field}: {error}", field=field)
 
 
-def _writer(body: ChatBody | CompletionBody, submits: Sequence[Submit], dependencies: ApiDependencies) -> AnswerWriter:
+def _writer(
+    body: ChatBody | CompletionBody, submits: Sequence[Submit], dependencies: ApiDependencies
+) -> ResponseWriter:
     format_type = ChatFormat if isinstance(body, ChatBody) else CompletionFormat
-    return AnswerWriter(
+    return ResponseWriter(
         format_type(dependencies.codec.name_of, body.num_logprobs or 0),
         request_id=submits[0].request_id,
         created=int(time.time()),
@@ -139,7 +141,7 @@ def _run(
     sources = []
     for index, submit in enumerate(submits):
         choice = make_choice(body, submit, index, dependencies.codec)
-        sources.append(read_pieces(dependencies.engine.generate(submit), choice))
+        sources.append(read_text_deltas(dependencies.engine.generate(submit), choice))
     return until(
         sources[0] if len(sources) == 1 else merge_streams(sources),
         timeout_s=min(body.timeout or math.inf, dependencies.timeout_s),
@@ -151,14 +153,14 @@ async def _take(deltas: AsyncGenerator[TextDelta, None]) -> TextDelta:
     return await anext(deltas)
 
 
-async def _collect(deltas: AsyncGenerator[TextDelta, None], writer: AnswerWriter) -> bytes:
+async def _collect(deltas: AsyncGenerator[TextDelta, None], writer: ResponseWriter) -> bytes:
     choices: list[list[TextDelta]] = [[] for _ in range(writer.num_choices)]
     try:
         async for delta in deltas:
             choices[delta.index].append(delta)
     finally:
         await deltas.aclose()
-    return writer.whole([join(choice) for choice in choices])
+    return writer.response([join_deltas(choice) for choice in choices])
 
 
 def check_model(name: str, dependencies: ApiDependencies) -> None:

@@ -17,11 +17,11 @@ from pydantic.json_schema import models_json_schema
 from deployments.errors import ErrorEnvelope
 from deployments.openai.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, TokenizeChatBody
 from deployments.openai.responses import (
-    Answer,
     ChatChoice,
     ChatChunkChoice,
     CompletionChoice,
     Detokenized,
+    GenerationResponse,
     HealthReport,
     ModelCard,
     ModelList,
@@ -31,9 +31,9 @@ from deployments.openai.responses import (
 _REF = "#/components/schemas/{%s}"
 _BODIES: tuple[type[BaseModel], ...] = (ChatBody, CompletionBody, TokenizeBody, TokenizeChatBody, DetokenizeBody)
 _RESPONSES: tuple[Any, ...] = (
-    Answer[ChatChoice],
-    Answer[ChatChunkChoice],
-    Answer[CompletionChoice],
+    GenerationResponse[ChatChoice],
+    GenerationResponse[ChatChunkChoice],
+    GenerationResponse[CompletionChoice],
     ModelList,
     ModelCard,
     HealthReport,

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from deployments.errors import to_http
 from deployments.http.connection import cancel, until_disconnect
-from deployments.openai.response_writer import AnswerWriter
+from deployments.openai.response_writer import ResponseWriter
 from deployments.openai.responses import TextDelta
 from engine.errors import PacelineError
 
@@ -33,7 +33,7 @@ def frame(data: bytes) -> bytes:
 async def event_bytes(
     first: TextDelta,
     deltas: AsyncGenerator[TextDelta, None],
-    writer: AnswerWriter,
+    writer: ResponseWriter,
     *,
     includes_usage: bool,
     includes_silent: bool = False,
@@ -70,7 +70,7 @@ async def event_bytes(
     except PacelineError as error:
         yield frame(to_http(error).body)
     except Exception as error:
-        logger.exception("stream %s failed", writer.answer_id)
+        logger.exception("stream %s failed", writer.response_id)
         yield frame(to_http(error).body)
     finally:
         await deltas.aclose()

@@ -1,4 +1,4 @@
-"""One answer of a request while it is made: deltas in, pieces of text, calls and log-probabilities out.
+"""One answer of a request while it is made: deltas in, text_deltas of text, calls and log-probabilities out.
 
 Owns the order in which a token passes decoding, stop strings and the tool parser, and that text, counts and
 log-probabilities end at the same token. Does not know the shape of answers or where deltas come from.
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import dataclass
 
-from deployments.openai.detokenizer import Detokenizer, TextStream
-from deployments.openai.logprobs import TokenRecord
 from deployments.openai.requests import ChatBody, CompletionBody
 from deployments.openai.responses import FinishReason, StepTrace, TextDelta
-from deployments.openai.tokenizer import TextCodec
-from deployments.openai.tools import FoundCall, ToolCallParser, make_parser
+from deployments.text.detokenizer import Detokenizer, TextStream
+from deployments.text.logprobs import TokenRecord
+from deployments.text.tokenizer import TextCodec
+from deployments.text.tool_calls import FoundCall, ToolCallParser, make_parser
 from engine.errors import EngineError
 from engine.messages import Delta, Submit, TokenLogprobs
 
@@ -45,8 +45,8 @@ class Echo:
 
 
 @dataclass(slots=True)
-class _Gathered:
-    """What the tokens of one piece show."""
+class _PendingDelta:
+    """What the tokens of one text_delta show."""
 
     text: str = ""
     records: tuple[TokenRecord, ...] = ()
@@ -60,14 +60,14 @@ class ChoiceStream:
     Args:
         text: fresh.
         index: of the answer within the request.
-        by_token: a piece per token instead of per delta.
+        by_token: a text_delta per token instead of per delta.
         has_logprobs: record each token's log-probabilities.
         has_trace: say where the tokens of each delta come from; not together with `by_token`.
         hidden_stops: token ids that end the answer and are not shown, beside those that the decoder hides anyway.
         parser: finds calls of tools.
         is_parallel: more than one call is allowed; otherwise the answer ends with the first.
         echo: the prompt, to be shown first.
-        has_answer: False drops what is generated: only the prompt was to be scored.
+        has_output: False drops what is generated: only the prompt was to be scored.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ChoiceStream:
         parser: ToolCallParser | None = None,
         is_parallel: bool = True,
         echo: Echo | None = None,
-        has_answer: bool = True,
+        has_output: bool = True,
     ) -> None:
         self._text = text
         self._index = index
@@ -93,25 +93,25 @@ class ChoiceStream:
         self._parser = parser
         self._is_parallel = is_parallel
         self._echo = echo
-        self._has_answer = has_answer
+        self._has_answer = has_output
         self._num_echoed = 0
         self._num_completion = 0
         self._num_steps = 0
         self._reason: FinishReason | None = None
         self._takes_single_tokens = by_token or has_logprobs or has_trace or parser is not None
-        self._is_text_only = has_answer and echo is None and not self._takes_single_tokens
+        self._is_text_only = has_output and echo is None and not self._takes_single_tokens
 
     def push(self, delta: Delta) -> list[TextDelta]:
-        """Pieces of one delta, in order; the last one of the answer has `finish_reason`, and nothing follows it."""
+        """Text deltas of one engine delta, in order. The last one of the choice has a `finish_reason`."""
         if self._is_text_only and delta.finish_reason is None:
-            return [self._text_piece(delta)]
+            return [self._text_delta(delta)]
         pending = self._show_echo(delta)
         if not self._has_answer:
             self._reason = "length"
-            return [self._piece(pending, delta)]
+            return [self._to_text_delta(pending, delta)]
         ids = delta.token_ids
         groups = [ids[i : i + 1] for i in range(len(ids))] if self._takes_single_tokens and ids else [ids]
-        pieces: list[TextDelta] = []
+        text_deltas: list[TextDelta] = []
         texts: list[str] = []
         self._num_steps += 1
         for number, group in enumerate(groups):
@@ -123,13 +123,13 @@ class ChoiceStream:
                 texts += [pending.text[num_shown:]] * bool(group)
                 pending.trace = _trace(delta, self._num_steps, texts)
             if self._by_token or self._reason is not None:
-                pieces.append(self._piece(pending, delta))
-                pending = _Gathered()
+                text_deltas.append(self._to_text_delta(pending, delta))
+                pending = _PendingDelta()
             if self._reason is not None:
-                return pieces
-        return pieces if self._by_token else [self._piece(pending, delta)]
+                return text_deltas
+        return text_deltas if self._by_token else [self._to_text_delta(pending, delta)]
 
-    def _text_piece(self, delta: Delta) -> TextDelta:
+    def _text_delta(self, delta: Delta) -> TextDelta:
         """What most deltas come to, at half the cost: nothing to record or to parse, no end but a stop string."""
         shown = self._text.push(delta.token_ids, is_last=False)
         self._num_completion += shown.num_tokens
@@ -145,25 +145,25 @@ class ChoiceStream:
             self._index,
         )
 
-    def _show_echo(self, delta: Delta) -> _Gathered:
+    def _show_echo(self, delta: Delta) -> _PendingDelta:
         if self._echo is None:
-            return _Gathered()
+            return _PendingDelta()
         text, records = self._echo.show(delta.prompt_logprobs)
         self._echo = None
         self._num_echoed = len(text)
-        return _Gathered(text, records)
+        return _PendingDelta(text, records)
 
     def _add(
-        self, pending: _Gathered, ids: tuple[int, ...], logprobs: TokenLogprobs | None, finish_reason: str | None
+        self, pending: _PendingDelta, ids: tuple[int, ...], logprobs: TokenLogprobs | None, finish_reason: str | None
     ) -> None:
         """Pass some tokens through; `_reason` says whether the answer ends with them."""
         if logprobs is not None:
             pending.records += (TokenRecord(ids[0], self._num_echoed + self._text.num_decoded, logprobs),)
         is_hidden_stop = finish_reason == "stop" and bool(ids) and ids[-1] in self._hidden_stops
-        piece = self._text.push(ids[:-1] if is_hidden_stop else ids, is_last=finish_reason is not None)
-        self._num_completion += piece.num_tokens + (is_hidden_stop and not piece.is_stopped)
-        is_over = piece.is_stopped or finish_reason is not None
-        text = piece.text
+        decoded = self._text.push(ids[:-1] if is_hidden_stop else ids, is_last=finish_reason is not None)
+        self._num_completion += decoded.num_tokens + (is_hidden_stop and not decoded.is_stopped)
+        is_over = decoded.is_stopped or finish_reason is not None
+        text = decoded.text
         if self._parser is not None:
             parsed = self._parser.push(text)
             text, calls = parsed.text, parsed.calls
@@ -175,11 +175,11 @@ class ChoiceStream:
             pending.calls += calls
         pending.text += text
         if is_over:
-            stopped = piece.is_stopped or finish_reason == "stop"
+            stopped = decoded.is_stopped or finish_reason == "stop"
             called = stopped and self._parser is not None and self._parser.num_calls > 0
             self._reason = "tool_calls" if called else "stop" if stopped else "length"
 
-    def _piece(self, pending: _Gathered, delta: Delta) -> TextDelta:
+    def _to_text_delta(self, pending: _PendingDelta, delta: Delta) -> TextDelta:
         return TextDelta(
             text=pending.text,
             finish_reason=self._reason,
@@ -219,26 +219,28 @@ def make_choice(body: ChatBody | CompletionBody, submit: Submit, index: int, cod
         parser=parser,
         is_parallel=not isinstance(body, ChatBody) or body.parallel_tool_calls is not False,
         echo=echo,
-        has_answer=body.requested_max_tokens != 0,
+        has_output=body.requested_max_tokens != 0,
     )
 
 
-async def read_pieces(deltas: AsyncGenerator[Delta, None], choice: ChoiceStream) -> AsyncGenerator[TextDelta, None]:
-    """The pieces of one answer, the last with `finish_reason`; ends, is closed or is cancelled with `deltas`.
+async def read_text_deltas(
+    deltas: AsyncGenerator[Delta, None], choice: ChoiceStream
+) -> AsyncGenerator[TextDelta, None]:
+    """The text_deltas of one answer, the last with `finish_reason`; ends, is closed or is cancelled with `deltas`.
 
-    A stop string closes `deltas` before the last piece is handed on, so a slow client never keeps the engine busy.
+    A stop string closes `deltas` before the last text_delta is handed on, so a slow client never keeps the engine busy.
 
     Raises:
         EngineError: the engine ended without a finish reason. Errors of `deltas` pass through.
     """
     try:
         async for delta in deltas:
-            pieces = choice.push(delta)
-            is_over = bool(pieces) and pieces[-1].finish_reason is not None
+            text_deltas = choice.push(delta)
+            is_over = bool(text_deltas) and text_deltas[-1].finish_reason is not None
             if is_over:
                 await deltas.aclose()
-            for piece in pieces:
-                yield piece
+            for text_delta in text_deltas:
+                yield text_delta
             if is_over:
                 return
         raise EngineError("The engine ended this request without a finish reason")

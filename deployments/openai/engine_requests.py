@@ -1,4 +1,4 @@
-"""From a request body to the engine and back to pieces.
+"""From a request body to the engine and back to text_deltas.
 
 Owns how a body becomes Submits (defaults, options, how many), the reading of deltas, and the ids of requests that run.
 Does not know HTTP or the shape of answers.
@@ -13,8 +13,8 @@ from deployments.errors import ContextLengthExceeded
 from deployments.openai.prompts import ApiLimits, check_ids, encode_prompts
 from deployments.openai.requests import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody
 from deployments.openai.structured import check_grammar
-from deployments.openai.tokenizer import TextCodec
 from deployments.openai.tool_grammar import forcing_grammar
+from deployments.text.tokenizer import TextCodec
 from engine.errors import InvalidRequest
 from engine.messages import GrammarSpec, SamplingParams, SpeculativeOptions, Submit
 

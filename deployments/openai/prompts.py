@@ -21,7 +21,7 @@ from deployments.openai.requests import (
     TokenizeChatBody,
 )
 from deployments.openai.responses import Detokenized, Tokenized
-from deployments.openai.tokenizer import TextCodec
+from deployments.text.tokenizer import TextCodec
 from engine.errors import InvalidRequest
 
 

@@ -1,7 +1,7 @@
-"""From pieces to the JSON of an answer, whole or in chunks.
+"""From text_deltas to the JSON of an answer, whole or in chunks.
 
 Owns how each endpoint writes a choice, and usage summed over the choices of a request. Does not know HTTP, framing or
-where pieces come from.
+where text_deltas come from.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from deployments.openai.logprobs import NameOf, chat_logprobs, completion_logprobs
 from deployments.openai.responses import (
-    Answer,
     CallDelta,
     CalledFunction,
     ChatChoice,
@@ -25,31 +23,33 @@ from deployments.openai.responses import (
     CompletedCall,
     CompletionChoice,
     CompletionTokensDetails,
+    GenerationResponse,
     PromptTokensDetails,
     SpeculativeUsage,
     StepTrace,
     TextDelta,
     Usage,
 )
-from deployments.openai.tools import FoundCall
+from deployments.text.logprobs import NameOf, chat_logprobs, completion_logprobs
+from deployments.text.tool_calls import FoundCall
 
-TEXT_MARK = secrets.token_hex(16)
+TEXT_PLACEHOLDER = secrets.token_hex(16)
 """Stands for the text in a template; nobody can make it part of anything else."""
 
 
-class AnswerFormat(Protocol):
+class ChoiceFormat(Protocol):
     """One endpoint's way of writing a choice."""
 
     id_prefix: str
     object: str
     chunk_object: str
 
-    def choice(self, whole: TextDelta) -> Any:
-        """A finished choice, from one piece that holds all of it."""
+    def choice(self, text_delta: TextDelta) -> Any:
+        """A finished choice, from one text_delta that holds all of it."""
         ...
 
-    def chunk_choice(self, piece: TextDelta, *, is_first: bool) -> Any:
-        """What a piece adds to a choice."""
+    def chunk_choice(self, text_delta: TextDelta, *, is_first: bool) -> Any:
+        """What a text_delta adds to a choice."""
         ...
 
 
@@ -69,24 +69,24 @@ class ChatFormat:
         self._name_of = name_of
         self._num_top = num_top
 
-    def choice(self, whole: TextDelta) -> ChatChoice:
-        calls = tuple(CompletedCall(call.id, _function(call)) for call in whole.calls)
-        message = ChatMessage(whole.text or None if calls else whole.text, tool_calls=calls or UNSET)
-        return ChatChoice(message, whole.finish_reason or "stop", whole.index, self._logprobs(whole))
+    def choice(self, text_delta: TextDelta) -> ChatChoice:
+        calls = tuple(CompletedCall(call.id, _function(call)) for call in text_delta.calls)
+        message = ChatMessage(text_delta.text or None if calls else text_delta.text, tool_calls=calls or UNSET)
+        return ChatChoice(message, text_delta.finish_reason or "stop", text_delta.index, self._logprobs(text_delta))
 
-    def chunk_choice(self, piece: TextDelta, *, is_first: bool) -> ChatChunkChoice:
-        calls = tuple(CallDelta(call.number, call.id, _function(call)) for call in piece.calls)
+    def chunk_choice(self, text_delta: TextDelta, *, is_first: bool) -> ChatChunkChoice:
+        calls = tuple(CallDelta(call.number, call.id, _function(call)) for call in text_delta.calls)
         delta = ChatDelta(
             role="assistant" if is_first else UNSET,
-            content=piece.text if piece.text or (is_first and not calls) else UNSET,
+            content=text_delta.text if text_delta.text or (is_first and not calls) else UNSET,
             tool_calls=calls or UNSET,
         )
-        return ChatChunkChoice(delta, piece.finish_reason, piece.index, self._logprobs(piece))
+        return ChatChunkChoice(delta, text_delta.finish_reason, text_delta.index, self._logprobs(text_delta))
 
-    def _logprobs(self, piece: TextDelta) -> Any:
-        if not piece.records or self._name_of is None:
+    def _logprobs(self, text_delta: TextDelta) -> Any:
+        if not text_delta.records or self._name_of is None:
             return None
-        return chat_logprobs(piece.records, self._name_of, self._num_top)
+        return chat_logprobs(text_delta.records, self._name_of, self._num_top)
 
 
 class CompletionFormat:
@@ -100,42 +100,42 @@ class CompletionFormat:
         self._name_of = name_of
         self._num_top = num_top
 
-    def choice(self, whole: TextDelta) -> CompletionChoice:
-        return self.chunk_choice(whole, is_first=True)
+    def choice(self, text_delta: TextDelta) -> CompletionChoice:
+        return self.chunk_choice(text_delta, is_first=True)
 
-    def chunk_choice(self, piece: TextDelta, *, is_first: bool) -> CompletionChoice:
+    def chunk_choice(self, text_delta: TextDelta, *, is_first: bool) -> CompletionChoice:
         del is_first  # Only chat has a role to announce.
         logprobs = None
-        if piece.records and self._name_of is not None:
-            logprobs = completion_logprobs(piece.records, self._name_of, self._num_top)
-        return CompletionChoice(piece.text, piece.finish_reason, piece.index, logprobs)
+        if text_delta.records and self._name_of is not None:
+            logprobs = completion_logprobs(text_delta.records, self._name_of, self._num_top)
+        return CompletionChoice(text_delta.text, text_delta.finish_reason, text_delta.index, logprobs)
 
 
 def _function(call: FoundCall) -> CalledFunction:
     return CalledFunction(call.name, call.arguments)
 
 
-def join(pieces: Sequence[TextDelta]) -> TextDelta:
-    """All pieces of one finished choice as one."""
-    last = pieces[-1]
+def join_deltas(text_deltas: Sequence[TextDelta]) -> TextDelta:
+    """All text_deltas of one finished choice as one."""
+    last = text_deltas[-1]
     return TextDelta(
-        text="".join(piece.text for piece in pieces),
+        text="".join(text_delta.text for text_delta in text_deltas),
         finish_reason=last.finish_reason,
         num_completion=last.num_completion,
         num_cached=last.num_cached,
         num_drafted=last.num_drafted,
         num_accepted=last.num_accepted,
         index=last.index,
-        records=tuple(record for piece in pieces for record in piece.records),
-        calls=tuple(call for piece in pieces for call in piece.calls),
+        records=tuple(record for text_delta in text_deltas for record in text_delta.records),
+        calls=tuple(call for text_delta in text_deltas for call in text_delta.calls),
     )
 
 
-class AnswerWriter:
+class ResponseWriter:
     """JSON of the answer to one request, whole or in chunks.
 
     Args:
-        answer_format: which endpoint's choices.
+        choice_format: which endpoint's choices.
         request_id: the engine's; the answer's id derives from it.
         created: unix seconds.
         num_prompt: tokens of all prompts, for usage.
@@ -145,7 +145,7 @@ class AnswerWriter:
 
     def __init__(
         self,
-        answer_format: AnswerFormat,
+        choice_format: ChoiceFormat,
         *,
         request_id: str,
         created: int,
@@ -155,10 +155,10 @@ class AnswerWriter:
         num_choices: int = 1,
         choices_per_prompt: int = 1,
     ) -> None:
-        self.answer_id = answer_format.id_prefix + request_id
+        self.response_id = choice_format.id_prefix + request_id
         self.num_choices = num_choices
         self._choices_per_prompt = choices_per_prompt
-        self._format = answer_format
+        self._format = choice_format
         self._created = created
         self._model = model
         self._system_fingerprint = system_fingerprint
@@ -166,40 +166,40 @@ class AnswerWriter:
         self._encoder = msgspec.json.Encoder()
         self._templates: dict[tuple[int, bool], list[bytes]] = {}
 
-    def whole(self, wholes: Sequence[TextDelta]) -> bytes:
+    def response(self, text_deltas: Sequence[TextDelta]) -> bytes:
         """The response.
 
         Args:
-            wholes: each choice as one piece (`join`), in order.
+            text_deltas: each choice as one text_delta (`join_deltas`), in order.
         """
-        return self._encode(self._format.object, tuple(map(self._format.choice, wholes)), self._usage(wholes))
+        return self._encode(self._format.object, tuple(map(self._format.choice, text_deltas)), self._usage(text_deltas))
 
-    def chunk(self, piece: TextDelta, *, is_first: bool, includes_usage: bool) -> bytes:
+    def chunk(self, text_delta: TextDelta, *, is_first: bool, includes_usage: bool) -> bytes:
         """One chunk; `usage` is null where the client will get it in a chunk of its own."""
-        if piece.is_plain and not is_first:
-            before, after = self._template(piece.index, includes_usage=includes_usage)
-            return b"".join((before, self._encoder.encode(piece.text), after))
-        return self._whole_chunk(piece, is_first=is_first, includes_usage=includes_usage)
+        if text_delta.is_plain and not is_first:
+            before, after = self._template(text_delta.index, includes_usage=includes_usage)
+            return b"".join((before, self._encoder.encode(text_delta.text), after))
+        return self._full_chunk(text_delta, is_first=is_first, includes_usage=includes_usage)
 
     def _template(self, index: int, *, includes_usage: bool) -> list[bytes]:
         """What stands before and after the text in a chunk that holds nothing else, and is the same in all of them."""
         template = self._templates.get((index, includes_usage))
         if template is None:
-            marked = TextDelta(TEXT_MARK, None, 0, 0, 0, 0, index=index)
-            chunk = self._whole_chunk(marked, is_first=False, includes_usage=includes_usage)
-            template = self._templates[index, includes_usage] = chunk.split(self._encoder.encode(TEXT_MARK))
+            marked = TextDelta(TEXT_PLACEHOLDER, None, 0, 0, 0, 0, index=index)
+            chunk = self._full_chunk(marked, is_first=False, includes_usage=includes_usage)
+            template = self._templates[index, includes_usage] = chunk.split(self._encoder.encode(TEXT_PLACEHOLDER))
         return template
 
-    def _whole_chunk(self, piece: TextDelta, *, is_first: bool, includes_usage: bool) -> bytes:
-        choice = self._format.chunk_choice(piece, is_first=is_first)
+    def _full_chunk(self, text_delta: TextDelta, *, is_first: bool, includes_usage: bool) -> bytes:
+        choice = self._format.chunk_choice(text_delta, is_first=is_first)
         usage = None if includes_usage else UNSET
-        return self._encode(self._format.chunk_object, (choice,), usage, piece.trace or UNSET)
+        return self._encode(self._format.chunk_object, (choice,), usage, text_delta.trace or UNSET)
 
     def usage_chunk(self, lasts: Sequence[TextDelta]) -> bytes:
         """The chunk after all others.
 
         Args:
-            lasts: the last piece of each choice.
+            lasts: the last text_delta of each choice.
         """
         return self._encode(self._format.chunk_object, (), self._usage(lasts))
 
@@ -226,8 +226,8 @@ class AnswerWriter:
         trace: StepTrace | UnsetType = UNSET,
     ) -> bytes:
         return self._encoder.encode(
-            Answer(
-                id=self.answer_id,
+            GenerationResponse(
+                id=self.response_id,
                 object=object_name,
                 created=self._created,
                 model=self._model,

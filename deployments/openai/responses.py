@@ -1,6 +1,6 @@
 """What clients get: OpenAI's response and chunk objects, as structs that encode to JSON in about a microsecond.
 
-Owns field names and order, and what an answer is written from: pieces of text.
+Owns field names and order, and what an answer is written from: text_deltas of text.
 `UNSET` fields are left out, `None` ones are null. Does not know requests or the engine; `answers` fills these.
 """
 
@@ -10,8 +10,8 @@ from typing import Generic, Literal, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType
 
-from deployments.openai.logprobs import ChatLogprobs, CompletionLogprobs, TokenRecord
-from deployments.openai.tools import FoundCall
+from deployments.text.logprobs import ChatLogprobs, CompletionLogprobs, TokenRecord
+from deployments.text.tool_calls import FoundCall
 from engine.messages import EmittedKind
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -143,7 +143,7 @@ class CompletionChoice(Struct, frozen=True):
     logprobs: CompletionLogprobs | None = None
 
 
-class Answer(Struct, Generic[Choice], frozen=True, kw_only=True):
+class GenerationResponse(Struct, Generic[Choice], frozen=True, kw_only=True):
     """A response, or one chunk of a stream; `object` says which."""
 
     id: str

@@ -14,7 +14,7 @@ import xgrammar
 
 from deployments.openai.messages import Tool, ToolChoice
 from deployments.openai.structured import check_grammar
-from deployments.openai.tools import CLOSE, OPEN, ToolForm
+from deployments.text.tool_calls import CLOSE, OPEN, ToolForm
 from engine.errors import InvalidRequest
 from engine.messages import GrammarSpec
 

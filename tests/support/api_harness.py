@@ -17,7 +17,7 @@ from tiny_tokenizer import byte_level
 
 from deployments.engine_client import EngineClient
 from deployments.http.app import ApiDependencies, ApiLimits, build_api
-from deployments.openai.tokenizer import TextCodec
+from deployments.text.tokenizer import TextCodec
 
 T = TypeVar("T")
 TOKENIZER = byte_level()

@@ -32,7 +32,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deployments.http.app import build_api
-from deployments.openai.logprobs import LOWEST, TokenRecord, chat_logprobs, completion_logprobs
+from deployments.text.logprobs import LOWEST, TokenRecord, chat_logprobs, completion_logprobs
 from engine.errors import EngineError, QueueFull
 from engine.messages import TokenLogprobs
 

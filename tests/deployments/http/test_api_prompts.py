@@ -8,7 +8,7 @@ import httpx
 import pytest
 from api_harness import CODEC, COMPLETION, EOS, URLS, error_of, make_engine, post, talk
 
-from deployments.openai.tokenizer import TextCodec
+from deployments.text.tokenizer import TextCodec
 from engine.checkpoint.store import resolve_model
 
 

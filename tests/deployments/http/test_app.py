@@ -30,8 +30,8 @@ from hypothesis import strategies as st
 
 from deployments.engine_client import Health
 from deployments.http.app import attach, build_api
-from deployments.openai.choice_stream import ChoiceStream, read_pieces
-from deployments.openai.detokenizer import TextStream
+from deployments.openai.choice_stream import ChoiceStream, read_text_deltas
+from deployments.text.detokenizer import TextStream
 from engine.messages import SamplingParams, Submit
 
 
@@ -123,7 +123,7 @@ def test_a_stop_string_frees_the_engine_before_the_client_has_read_the_end() -> 
     submit = Submit(request_id="r", prompt=(5,), sampling=SamplingParams(max_tokens=100))
 
     async def run() -> None:
-        pieces = read_pieces(engine.generate(submit), ChoiceStream(TextStream(CODEC.detokenizer(), ["fox"])))
+        pieces = read_text_deltas(engine.generate(submit), ChoiceStream(TextStream(CODEC.detokenizer(), ["fox"])))
         while (await anext(pieces)).finish_reason is None:
             assert engine.running
         assert engine.aborted == ["r"]

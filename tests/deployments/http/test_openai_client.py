@@ -19,7 +19,7 @@ from tiny_tokenizer import byte_level
 
 from deployments.engine_client import Health
 from deployments.http.app import ApiDependencies, ApiLimits, build_api
-from deployments.openai.tokenizer import TextCodec
+from deployments.text.tokenizer import TextCodec
 from engine.errors import EngineError, EngineUnavailable, QueueFull
 from engine.messages import Delta, Submit
 

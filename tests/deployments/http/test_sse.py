@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from deployments.http.sse import EventStreamResponse, event_bytes
-from deployments.openai.response_writer import TEXT_MARK, AnswerWriter, ChatFormat, CompletionFormat
+from deployments.openai.response_writer import TEXT_PLACEHOLDER, ChatFormat, CompletionFormat, ResponseWriter
 from deployments.openai.responses import TextDelta
 from engine.errors import EngineUnavailable
 
@@ -38,17 +38,17 @@ class Source:
             self.is_closed = True
 
 
-def writer(answer_format: ChatFormat | CompletionFormat) -> AnswerWriter:
-    return AnswerWriter(answer_format, request_id="r1", created=7, model="m", system_fingerprint="fp", num_prompt=4)
+def writer(choice_format: ChatFormat | CompletionFormat) -> ResponseWriter:
+    return ResponseWriter(choice_format, request_id="r1", created=7, model="m", system_fingerprint="fp", num_prompt=4)
 
 
-def events(source: Source, answer_format=None, *, includes_usage: bool = False) -> tuple[list[bytes], list[object]]:
+def events(source: Source, choice_format=None, *, includes_usage: bool = False) -> tuple[list[bytes], list[object]]:
     """What was sent, item by item, and the decoded events."""
 
     async def run() -> list[bytes]:
         pieces = source.run()
         first = await anext(pieces)
-        stream = event_bytes(first, pieces, writer(answer_format or ChatFormat()), includes_usage=includes_usage)
+        stream = event_bytes(first, pieces, writer(choice_format or ChatFormat()), includes_usage=includes_usage)
         return [item async for item in stream]
 
     sent = asyncio.run(run())
@@ -208,14 +208,14 @@ def test_an_event_costs_tens_of_microseconds() -> None:
 
 
 @pytest.mark.parametrize("includes_usage", [True, False])
-@pytest.mark.parametrize("answer_format", [ChatFormat(), CompletionFormat()])
+@pytest.mark.parametrize("choice_format", [ChatFormat(), CompletionFormat()])
 def test_a_chunk_of_text_is_what_the_encoder_would_have_made_of_it(
-    answer_format: ChatFormat | CompletionFormat, includes_usage: bool
+    choice_format: ChatFormat | CompletionFormat, includes_usage: bool
 ) -> None:
     """Such chunks are written from a template; the first of an answer and those that say more are not."""
-    fast, slow = writer(answer_format), writer(answer_format)
+    fast, slow = writer(choice_format), writer(choice_format)
     for index in range(3):
-        for text in ("a", ' "quoted" \\ and\n', "naïve 🙂", "\x00\x1f\u2028", "</script>", TEXT_MARK):
+        for text in ("a", ' "quoted" \\ and\n', "naïve 🙂", "\x00\x1f\u2028", "</script>", TEXT_PLACEHOLDER):
             whole = TextDelta(text, None, 4, 1, 2, 1, index=index)
             assert fast.chunk(whole, is_first=False, includes_usage=includes_usage) == slow._whole_chunk(
                 whole, is_first=False, includes_usage=includes_usage

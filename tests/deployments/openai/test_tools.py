@@ -17,9 +17,9 @@ from tokenizers import AddedToken
 from xgrammar.testing import _is_grammar_accept_string
 
 from deployments.openai.messages import Tool, ToolChoice
-from deployments.openai.tokenizer import TextCodec
 from deployments.openai.tool_grammar import forcing_grammar
-from deployments.openai.tools import FoundCall, detect_form, make_parser
+from deployments.text.tokenizer import TextCodec
+from deployments.text.tool_calls import FoundCall, detect_form, make_parser
 from engine.errors import InvalidRequest
 
 NAMES = ("weather", "time")

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from tiny_tokenizer import byte_fallback, byte_level
 
 from deployments.openai.choice_stream import ChoiceStream
-from deployments.openai.detokenizer import REPLACEMENT, ByteDetokenizer, StopChecker, TextStream, WindowDetokenizer
-from deployments.openai.tokenizer import TextCodec
+from deployments.text.detokenizer import REPLACEMENT, ByteDetokenizer, StopChecker, TextStream, WindowDetokenizer
+from deployments.text.tokenizer import TextCodec
 from engine.checkpoint.store import resolve_model
 from engine.errors import ConfigError, InvalidRequest
 from engine.messages import Delta

@@ -170,7 +170,7 @@ class StopChecker:
         return held
 
 
-class TextPiece(Struct, frozen=True):
+class DecodedText(Struct, frozen=True):
     """What some tokens of one request show."""
 
     text: str
@@ -198,21 +198,21 @@ class TextStream:
         self.num_decoded = 0
         """Characters that the tokens so far spell, whether shown, held back or cut off."""
 
-    def push(self, token_ids: Sequence[int], *, is_last: bool) -> TextPiece:
+    def push(self, token_ids: Sequence[int], *, is_last: bool) -> DecodedText:
         """Add tokens in order; `is_last` says that no more will come, so that nothing stays held back."""
         if not self._has_stops:
             text = self._decode(token_ids, is_last=is_last)
-            return TextPiece(text, len(token_ids), is_stopped=False)
+            return DecodedText(text, len(token_ids), is_stopped=False)
         shown = ""
         for index, token_id in enumerate(token_ids):
             self._num_tokens += 1
             may_stop = self._num_tokens >= self._min_tokens
             shown += self._checker.push(self._decode((token_id,), is_last=False), may_stop=may_stop)
             if self._checker.is_stopped:
-                return TextPiece(shown, index + 1, is_stopped=True)
+                return DecodedText(shown, index + 1, is_stopped=True)
         if is_last:
             shown += self._checker.push(self._decode((), is_last=True)) + self._checker.finish()
-        return TextPiece(shown, len(token_ids), is_stopped=self._checker.is_stopped)
+        return DecodedText(shown, len(token_ids), is_stopped=self._checker.is_stopped)
 
     def _decode(self, token_ids: Sequence[int], *, is_last: bool) -> str:
         text = self._detokenizer.push(token_ids)

@@ -16,9 +16,9 @@ from typing import Any
 from tokenizers import Tokenizer, decoders
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from deployments.openai.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
-from deployments.openai.logprobs import TokenName
-from deployments.openai.tools import OPEN, ToolForm, detect_form
+from deployments.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from deployments.text.logprobs import TokenName
+from deployments.text.tool_calls import OPEN, ToolForm, detect_form
 from engine.errors import ConfigError, InvalidRequest
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
