@@ -16,11 +16,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.model_config import INDEX_FILE, SINGLE_FILE, ModelConfig
 from engine.errors import ConfigError
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 SCALE_SUFFIX = ".int8_scale"
 """A tensor stored as int8 has its rows' float32 scales beside it, under its name and this."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
