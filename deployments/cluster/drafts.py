@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from deployments.settings import AppSettings
 from engine.checkpoint.draft_check import check_draft
 from engine.checkpoint.model_config import ModelConfig
@@ -86,5 +84,7 @@ def check_draft_vocabulary(target_folder: Path, draft_folder: Path) -> None:
 
 
 def _tokens_by_id(folder: Path) -> dict[int, str]:
+    from transformers import AutoTokenizer  # takes seconds and imports torch; the command needs neither
+
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     return {token_id: token for token, token_id in tokenizer.get_vocab().items()}

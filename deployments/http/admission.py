@@ -10,12 +10,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from deployments.errors import RateLimited
-from deployments.openai.requests import ChatBody, CompletionBody
 from engine.errors import EngineUnavailable, InvalidRequest, QueueFull
 from engine.messages import Priority
+
+if TYPE_CHECKING:  # the command reads key files, and needs no grammar compiler for that
+    from deployments.openai.requests import ChatBody, CompletionBody
 
 MEMORY_S = 10.0
 """Seconds for which a refused client still counts when shares are computed."""

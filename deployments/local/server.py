@@ -1,6 +1,7 @@
 """`paceline serve`: a model served on this machine, from nothing to a healthy URL, until Ctrl-C.
 
-Owns the order of starting (model, Ray, deploy, health), what is printed, and that everything started here is stopped.
+Owns the order of starting (checks, model, Ray, deployment, health), what is printed, and that everything started here
+is stopped. Imports neither torch nor Ray: this process only waits.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from typing import Any
 
 import httpx
 from rich.console import Console
+from rich.markup import escape
 
 from deployments.cluster.drafts import resolve_draft
 from deployments.http.keys import has_keys
-from deployments.local import yaml_config
-from deployments.local.ray_head import LOOPBACK, LocalRay, free_port
+from deployments.local import machine, preflight, yaml_config
+from deployments.local.doctor import startup_lines
+from deployments.local.ports import LOOPBACK, free_port
+from deployments.local.ray_head import APPLICATIONS, LocalRay
 from deployments.monitoring.discovery import clear_dead, targets_folder
 from deployments.settings import AppSettings
 from engine.checkpoint.draft_check import check_draft
@@ -27,7 +31,7 @@ from engine.errors import EngineUnavailable
 
 WILDCARDS = ("0.0.0.0", "::")
 SPARE_CPUS = 2
-"""Logical CPUs for Serve's own tasks beside the replica."""
+"""Logical CPUs for Serve's own tasks, in addition to the replica's."""
 
 
 class _Stopped(Exception):
@@ -35,7 +39,7 @@ class _Stopped(Exception):
 
 
 def serve(values: dict[str, Any], *, start_timeout_s: float) -> int:
-    """Serve what a checked deployment file says, until SIGINT (at once) or SIGTERM (after what runs).
+    """Serve what a checked deployment file says, until SIGINT (at once) or SIGTERM (after the requests that run).
 
     Args:
         values: the file's content, with one application.
@@ -43,18 +47,21 @@ def serve(values: dict[str, Any], *, start_timeout_s: float) -> int:
 
     Returns:
         Exit status.
+
+    Raises:
+        ConfigError: this machine cannot serve it, or its model does not exist; nothing was started.
+        EngineUnavailable: Ray or the deployment failed, or ended by itself.
     """
     console = Console(stderr=True)
+    yaml_config.only_application(values)
     (settings,) = yaml_config.check(values)
     host, port = yaml_config.http_address(values)
+    preflight.check_machine(settings, host, port)
     values = yaml_config.past_proxy(values, proxy_host=LOOPBACK, proxy_port=free_port())
     signal.signal(signal.SIGINT, _raise_stopped)
     signal.signal(signal.SIGTERM, _raise_draining)
     try:
-        console.print(f"Model [bold]{settings.engine.model}[/bold]")
-        folder = resolve_model(settings.engine.model)
-        if settings.engine.speculative.draft is not None:
-            check_draft(resolve_draft(settings.engine.speculative.draft, progress=True), folder)
+        _prepare(settings, console)
         with console.status("Starting Ray"):
             ray = LocalRay(num_cpus=SPARE_CPUS + settings.most_replicas * 2).__enter__()
         with contextlib.closing(_Closing(ray, console, targets_folder(settings.metrics_dir))):
@@ -67,7 +74,7 @@ def serve(values: dict[str, Any], *, start_timeout_s: float) -> int:
                 while ray.is_running:
                     time.sleep(0.5)
             except _Draining:
-                console.print(f"Draining; what runs has {settings.drain_timeout_s:g} s. Ctrl-C stops at once.")
+                console.print(f"Draining; requests that run have {settings.drain_timeout_s:g} s. Ctrl-C stops at once.")
                 drain(ray, values, base, settings)
                 return 0
             raise EngineUnavailable(f"Ray ended by itself:\n{ray.log_tail()}")
@@ -75,8 +82,21 @@ def serve(values: dict[str, Any], *, start_timeout_s: float) -> int:
         return 0
 
 
+def _prepare(settings: AppSettings, console: Console) -> None:
+    """Find, fetch or convert the model and its draft, and check that they fit together and into memory."""
+    console.print(f"Model [bold]{escape(settings.engine.model)}[/bold]")
+    for line in startup_lines(settings.engine):
+        console.print(line, markup=False, highlight=False)
+    folder = resolve_model(settings.engine.model)
+    draft_folder = None
+    if settings.engine.speculative.draft is not None:
+        draft_folder = resolve_draft(settings.engine.speculative.draft, progress=True)
+        check_draft(draft_folder, folder)
+    preflight.check_memory(settings, folder, draft_folder, free_bytes=machine.free_memory())
+
+
 def drain(ray: LocalRay, values: dict[str, Any], base: str, settings: AppSettings) -> None:
-    """Let what runs finish while new requests hear 503 with Retry-After; returns when it has, or its time is over."""
+    """Refuse new requests with 503 and Retry-After, and wait for those that run, at most until the drain timeout."""
     deadline = time.monotonic() + settings.drain_timeout_s
     ray.put_applications(yaml_config.with_user_config(values, accepts_requests=False))
     while time.monotonic() < deadline and ray.is_running:
@@ -89,7 +109,7 @@ def drain(ray: LocalRay, values: dict[str, Any], base: str, settings: AppSetting
 
 
 class _Closing:
-    """Stops Ray with a word to the user; further signals do not interrupt it."""
+    """Stops Ray and says so; further signals do not interrupt it."""
 
     def __init__(self, ray: LocalRay, console: Console, targets: Path) -> None:
         self._ray = ray
@@ -101,7 +121,7 @@ class _Closing:
             signal.signal(number, signal.SIG_IGN)
         with self._console.status("Stopping"):
             self._ray.stop()
-        clear_dead(self._targets)  # of replicas that had no time to do it themselves
+        clear_dead(self._targets)  # replicas that were killed could not remove theirs
         self._console.print("Stopped.")
 
 
@@ -136,10 +156,10 @@ def _wait_until_healthy(ray: LocalRay, base: str, timeout_s: float) -> None:
 
 
 def _deploy_failure(ray: LocalRay) -> str | None:
-    """Why Serve gave up, if it did."""
+    """Why Serve gave up; None while it has not."""
     try:
-        answer = httpx.get(f"{ray.dashboard_url}/api/serve/applications/", headers=ray.headers, timeout=5.0)
-        applications = answer.json().get("applications", {})
+        response = httpx.get(f"{ray.dashboard_url}{APPLICATIONS}", headers=ray.headers, timeout=5.0)
+        applications = response.json().get("applications", {})
     except (httpx.HTTPError, ValueError):
         return None
     for app in applications.values():

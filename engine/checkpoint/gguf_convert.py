@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.checkpoint.gguf_file import GGUFFile
-from engine.checkpoint.weights import SINGLE_FILE
+from engine.checkpoint.model_config import SINGLE_FILE
 from engine.errors import ConfigError
 
 _LAYER_TENSORS = {

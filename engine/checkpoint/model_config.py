@@ -15,6 +15,10 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 from engine.errors import ConfigError
 
+SINGLE_FILE = "model.safetensors"
+"""Weights of a model that fit into one file."""
+INDEX_FILE = "model.safetensors.index.json"
+"""Names the files of a model whose weights lie in several."""
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 FAMILIES: tuple[str, ...] = get_args(Family)
 Architecture = Literal["draft_model", "eagle"]

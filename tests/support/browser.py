@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from deployments.local.ray_head import free_port
+from deployments.local.ports import free_port
 
 FLAGS = (
     "--headless",

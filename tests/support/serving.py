@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from deployments.local.ray_head import free_port
+from deployments.local.ports import free_port
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 40.0

@@ -79,7 +79,7 @@ def load_library() -> ctypes.CDLL:
     Raises:
         NativeUnavailable: the CPU lacks an instruction set, or there is no working compiler.
     """
-    _check_cpu()
+    check_machine()
     library = ctypes.CDLL(str(build()))
     library.matrix_pack.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]
     library.matrix_pack.restype = ctypes.c_void_p
@@ -100,7 +100,12 @@ def load_library() -> ctypes.CDLL:
     return library
 
 
-def _check_cpu() -> None:
+def check_machine() -> None:
+    """Whether this machine can build and run the library, without building it.
+
+    Raises:
+        NativeUnavailable: the CPU lacks an instruction set, or there is no C++ compiler.
+    """
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         raise NativeUnavailable(f"it needs Linux on x86_64, this is {platform.system()} on {platform.machine()}")
     try:
@@ -110,6 +115,14 @@ def _check_cpu() -> None:
     missing = [flag for flag in CPU_FLAGS if flag not in flags]
     if missing:
         raise NativeUnavailable(f"the CPU lacks {', '.join(missing)}")
+    _compiler()
+
+
+def _compiler() -> str:
+    compiler = os.environ.get("CXX") or next((found for name in _COMPILERS if (found := shutil.which(name))), None)
+    if compiler is None:
+        raise NativeUnavailable("there is no C++ compiler (g++ or clang++; CXX names another)")
+    return compiler
 
 
 def build() -> Path:
@@ -118,9 +131,7 @@ def build() -> Path:
     Raises:
         NativeUnavailable: there is no working compiler, or the cache folder cannot be written.
     """
-    compiler = os.environ.get("CXX") or next((found for name in _COMPILERS if (found := shutil.which(name))), None)
-    if compiler is None:
-        raise NativeUnavailable("there is no C++ compiler (g++ or clang++; CXX names another)")
+    compiler = _compiler()
     key = hashlib.sha256()
     sources = [path.read_bytes() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
     for part in (*sources, _run(compiler, "--version"), " ".join(_OPTIONS).encode(), _cpu_name()):

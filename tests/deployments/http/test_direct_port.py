@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from deployments.http.direct_port import DirectHttp
 from deployments.local import yaml_config
-from deployments.local.ray_head import LOOPBACK, free_port
+from deployments.local.ports import LOOPBACK, free_port
 from engine.errors import ConfigError
 
 

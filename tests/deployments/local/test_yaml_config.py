@@ -13,7 +13,8 @@ from deployments.cluster.placement import bundles
 from deployments.local import yaml_config
 from deployments.settings import AppSettings
 from engine.errors import ConfigError
-from paceline.cli import overridden, parser
+from paceline.cli import parser
+from paceline.serve import overridden
 
 ROOT = Path(__file__).parents[3]
 DEPLOYMENTS = sorted((ROOT / "deployments").glob("*.yaml"))

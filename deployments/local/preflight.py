@@ -1,0 +1,179 @@
+"""Checks before anything is started: what would fail minutes later fails in the first second, with one line.
+
+Owns what a local server needs of this machine: ports, cache folder, key file, device, memory and shared memory. Raises
+`ConfigError` with the remedy. Imports neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from deployments.http.keys import KeyRing
+from deployments.local import machine
+from deployments.local.ports import check_port
+from deployments.local.ray_head import OBJECT_STORE_BYTES
+from deployments.settings import AppSettings
+from engine.checkpoint.model_config import INDEX_FILE, SINGLE_FILE, ModelConfig
+from engine.checkpoint.store import EMBEDDED, cache_folder, check_cache, embedded_bytes_needed
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+
+PROCESS_BYTES = 1_500_000_000
+"""Memory of Ray, Serve, the controller and one replica, without models."""
+SHARD_BYTES = 500_000_000
+"""Memory of one shard's process without weights and KV cache."""
+MIN_KV_TOKENS = 2048
+"""KV cache that has to fit where `kv_cache_tokens` is not given and takes what is free."""
+NCCL_BYTES_PER_SHARD = 64 << 20
+"""Shared memory that NCCL may use for each GPU of one machine."""
+TEMPORARY_BYTES = 200 << 20
+"""Disk space for Ray's logs and sockets."""
+Check = Callable[[AppSettings, str, int], None]
+
+
+def check_machine(settings: AppSettings, host: str, port: int) -> None:
+    """Everything that can be said before the model's files are there.
+
+    Args:
+        host, port: address of the HTTP server.
+
+    Raises:
+        ConfigError: the first thing that is wrong, and the remedy.
+    """
+    for check in CHECKS.values():
+        check(settings, host, port)
+
+
+def _check_http_port(settings: AppSettings, host: str, port: int) -> None:
+    del settings
+    check_port("http_options.port", host, port, "stop that server, or choose another port with --port")
+
+
+def _check_metrics_port(settings: AppSettings, host: str, port: int) -> None:
+    del host, port
+    if settings.metrics_port:
+        remedy = "choose another metrics_port, or 0 for any free one"
+        check_port("metrics_port", settings.metrics_host, settings.metrics_port, remedy)
+
+
+def _check_keys(settings: AppSettings, host: str, port: int) -> None:
+    del host, port
+    try:
+        KeyRing.load(settings.api_keys_file)
+    except ConfigError as error:
+        raise ConfigError(f"api_keys_file: {error}; `paceline key NAME --file FILE` makes one") from None
+
+
+def _check_cache(settings: AppSettings, host: str, port: int) -> None:
+    del host, port
+    check_cache()
+    needed = embedded_bytes_needed() if settings.engine.model == EMBEDDED else 0
+    free = shutil.disk_usage(cache_folder()).free
+    if free < needed:
+        raise ConfigError(
+            f"cache: {cache_folder()} has {_size(free)} free, the default model needs {_size(needed)}; free some space "
+            "there, or set PACELINE_CACHE to another folder"
+        )
+
+
+def _check_device(settings: AppSettings, host: str, port: int) -> None:
+    del host, port
+    engine = settings.engine
+    if engine.device != "cuda":
+        return
+    found = len(machine.gpus())
+    build = machine.torch_build()
+    if found < engine.tensor_parallel_size:
+        raise ConfigError(
+            f"device: cuda with {engine.tensor_parallel_size} shards given, this machine shows {found} NVIDIA GPUs; "
+            "use --device cpu, or fewer shards with --tp"
+        )
+    if build is not None and build.cuda is None:
+        raise ConfigError(
+            f"device: cuda given, but torch {build.version} is a CPU build; install the build for CUDA, or use "
+            "--device cpu"
+        )
+
+
+def _check_shared_memory(settings: AppSettings, host: str, port: int) -> None:
+    del host, port
+    check_shared_memory(settings.engine, machine.SHARED_MEMORY, Path(tempfile.gettempdir()))
+
+
+def check_shared_memory(engine: EngineConfig, shared: Path, temporary: Path) -> None:
+    """Whether Ray's object store and NCCL find room.
+
+    Ray puts its object store into the temporary folder where shared memory is too small. NCCL has no other place.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    free = shutil.disk_usage(shared).free if shared.is_dir() else 0
+    spare = shutil.disk_usage(temporary).free
+    num_shards = engine.tensor_parallel_size
+    remedy = "give the container more, such as docker run --shm-size=1g"
+    if engine.device == "cuda" and num_shards > 1 and free < num_shards * NCCL_BYTES_PER_SHARD:
+        raise ConfigError(
+            f"shared memory: {shared} has {_size(free)} free, NCCL needs {_size(num_shards * NCCL_BYTES_PER_SHARD)} "
+            f"for {num_shards} GPUs; {remedy}"
+        )
+    needed = TEMPORARY_BYTES + (OBJECT_STORE_BYTES if free < OBJECT_STORE_BYTES else 0)
+    if spare < needed:
+        raise ConfigError(
+            f"disk: {temporary} has {_size(spare)} free, Ray needs {_size(needed)} there; free some space there"
+            + (f", or {remedy}" if free < OBJECT_STORE_BYTES else "")
+        )
+
+
+CHECKS: dict[str, Check] = {
+    "HTTP port": _check_http_port,
+    "metrics port": _check_metrics_port,
+    "API keys": _check_keys,
+    "cache": _check_cache,
+    "device": _check_device,
+    "shared memory": _check_shared_memory,
+}
+"""Every check by the name that `paceline doctor` shows."""
+
+
+def check_memory(settings: AppSettings, folder: Path, draft_folder: Path | None, *, free_bytes: int) -> None:
+    """Whether the plan fits into main memory. Weights on a GPU are the shard's own check.
+
+    Raises:
+        ConfigError: it does not, with what takes how much.
+    """
+    weights, cache = _model_bytes(settings.engine, folder)
+    draft = _file_bytes(draft_folder) if draft_folder is not None else 0
+    if settings.engine.device == "cuda":
+        weights = cache = draft = 0
+    processes = PROCESS_BYTES + settings.engine.tensor_parallel_size * SHARD_BYTES
+    needed = settings.num_replicas * (weights + cache + draft + processes)
+    if needed > free_bytes:
+        raise ConfigError(
+            f"memory: {_size(free_bytes)} are free, the plan needs about {_size(needed)} (weights {_size(weights)}, KV "
+            f"cache {_size(cache)}, draft {_size(draft)}, processes {_size(processes)}, replicas "
+            f"{settings.num_replicas}); use a smaller model, fewer replicas or a smaller kv_cache_tokens"
+        )
+
+
+def _model_bytes(engine: EngineConfig, folder: Path) -> tuple[int, int]:
+    """Bytes of weights and of the KV cache over all shards."""
+    config = ModelConfig.load(folder)
+    width = 4 if engine.dtype == "float32" else 2
+    tokens = engine.kv_cache_tokens or MIN_KV_TOKENS
+    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * width * tokens
+    return _file_bytes(folder) * width // 2, cache
+
+
+def _file_bytes(folder: Path) -> int:
+    """Bytes of the weights in a folder, which are stored with 16 bits each in nearly every model."""
+    single = folder / SINGLE_FILE
+    files = [single] if single.is_file() or not (folder / INDEX_FILE).is_file() else folder.glob("*.safetensors")
+    return sum(file.stat().st_size for file in files)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.0f} MB"

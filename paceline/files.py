@@ -1,0 +1,59 @@
+"""`paceline init`, `check` and `key`: the files that an operator keeps.
+
+Knows the options only; what the files mean is in `deployments`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_file_parsers(commands: Any) -> None:
+    """Add `init`, `check` and `key` to the command's subparsers."""
+    init = commands.add_parser(
+        "init",
+        help="write the deployment files into a folder, to be edited there",
+        description="Copy the deployment files that ship with Paceline into a folder. Existing files are kept.",
+    )
+    init.add_argument("folder", type=Path, metavar="FOLDER", help="made if it does not exist")
+    init.set_defaults(run=_init)
+    check = commands.add_parser("check", help="check deployment files without a cluster")
+    check.add_argument("files", type=Path, nargs="+", metavar="FILE")
+    check.set_defaults(run=_check)
+    key = commands.add_parser(
+        "key",
+        help="make an API key",
+        description="Make an API key, print it once, and append its hash to a key file; limits may be added there.",
+    )
+    key.add_argument("name", help="name of the key's owner, for limits and logs")
+    key.add_argument("--file", type=Path, default=Path("keys.yaml"), help="key file (default: keys.yaml)")
+    key.set_defaults(run=_key)
+
+
+def _init(options: argparse.Namespace) -> int:
+    from deployments.local.yaml_config import write_examples
+
+    for path, is_new in write_examples(options.folder):
+        print(f"{path}{'' if is_new else ': exists, kept'}")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    from deployments.local import yaml_config
+
+    for file in options.files:
+        values = yaml_config.load(file)
+        yaml_config.check_serve_schema(values, file)
+        print(f"{file}: ok")
+        for settings in yaml_config.check(values):
+            print(f"  {settings.served_name}: {yaml_config.describe_upgrade(settings)}")
+    return 0
+
+
+def _key(options: argparse.Namespace) -> int:
+    from deployments.http.keys import add_key
+
+    print(add_key(options.file, options.name))
+    return 0
