@@ -111,7 +111,7 @@ def test_a_viewer_without_the_key_changes_nothing(page: Browser) -> None:
 def test_a_server_that_goes_away_is_said_and_found_again(page: Browser) -> None:
     page.command("Network.enable", {})
     page.command("Network.setBlockedURLs", {"urls": ["*/ui/data*"]})
-    assert "does not answer" in page.wait(
+    assert "does not respond" in page.wait(
         "!document.getElementById('banner').hidden && document.getElementById('banner-text').textContent"
     )
     page.command("Network.setBlockedURLs", {"urls": []})

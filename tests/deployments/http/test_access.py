@@ -227,7 +227,7 @@ def test_a_key_file_is_made_read_and_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="same name"):
         add_key(file, "a")
     file.chmod(0o620)
-    with pytest.raises(ConfigError, match="others may write"):
+    with pytest.raises(ConfigError, match="other users may write"):
         KeyRing.load(str(file), {})
 
 
