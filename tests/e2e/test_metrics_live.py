@@ -1,4 +1,4 @@
-"""A live server scraped by a real Prometheus: data for every declared query and every panel, and true numbers."""
+"""A live server scraped by a real Prometheus: data for every declared query and every panel, and correct values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The product as its users meet it: a real Ray deployment, the openai client, faults, and Ctrl-C."""
+"""A real deployment on Ray: the openai client, faults, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_errors_are_openai_shaped(client: openai.OpenAI, server: Server) -> None
 
 
 def test_a_disconnect_frees_the_request(server: Server) -> None:
-    """A client that leaves 7,000 tokens early must not slow down the one after it."""
+    """A client that disconnects 7,000 tokens early must not slow down the next one."""
     body = {"model": "smollm2", "prompt": "Count: 1 2 3", "max_tokens": 7000, "temperature": 0, "stream": True}
     alone = _seconds_for_40_tokens(server)
     with ThreadPoolExecutor(6) as pool:
@@ -152,7 +152,7 @@ async def _ask_all(url: str, *, speculative: bool, tokens: int = 48) -> list[str
 
 @pytest.fixture(scope="module")
 def undrafted(server: Server) -> list[str]:
-    """What eight streams answer without a draft."""
+    """Responses of eight streams without a draft."""
     return asyncio.run(_ask_all(server.url, speculative=False))
 
 
@@ -209,7 +209,7 @@ def test_two_shards_give_the_same_text_and_nothing_is_left_after_ctrl_c(
 
 
 def test_a_dead_target_costs_time_only(server: Server, undrafted: list[str]) -> None:
-    """Streams that have begun go on with the next target, those that have not begin there: same tokens, no gap."""
+    """Running streams continue on the next target, waiting ones start there: same tokens, no gap."""
     shard = server.actor("ShardActor")
 
     async def with_fault() -> list[str]:

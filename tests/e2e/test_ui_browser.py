@@ -1,4 +1,4 @@
-"""The live page in a real browser against a real server: what a visitor sees, reads and presses."""
+"""The web page in a real browser with a real server."""
 
 from __future__ import annotations
 

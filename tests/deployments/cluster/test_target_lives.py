@@ -1,6 +1,6 @@
-"""Real targets that fail in the middle of their steps, replaced while clients read: sockets, wire and loop included.
+"""Real targets that fail in the middle of a step and are replaced while clients read, with real sockets and loops.
 
-Promise: every answer has exactly the tokens of a target that never failed, whichever step fails and however often.
+Promise: every response has exactly the tokens of a target that never failed, whichever step fails and however often.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class FailingShard(TargetShard):
-    """Fails in its `life`-th forward."""
+    """A shard that fails after `life` forwards."""
 
     life: int | None = None
 
@@ -87,10 +87,10 @@ class LocalTarget:
 
 
 class Targets:
-    """Where `ContinuedEngine` gets its engines from.
+    """Provides engines to `ContinuedEngine`.
 
     Args:
-        lives: forwards of each target before it fails; those beyond never do.
+        lives: forwards of each target before it fails; later targets never fail.
     """
 
     def __init__(self, folder: Path, lives: list[int]) -> None:
@@ -129,7 +129,7 @@ async def _nothing() -> None:
 
 
 async def answer_all(targets: Targets, submits: list[Submit]) -> dict[str, list[int] | str]:
-    """Tokens by request, or the error."""
+    """The tokens of each request, or its error message."""
     await targets.supervisor.start()
     task = asyncio.create_task(targets.supervisor.supervise())
     engine = ContinuedEngine(targets, patience_s=30.0)

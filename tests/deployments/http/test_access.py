@@ -1,4 +1,4 @@
-"""The door: keys, their limits, origins, and servers without keys.
+"""Access control: keys, their limits, origins, and servers without keys.
 
 Promise: nothing of a request is read before its key is known to be right, and no message or log repeats a key.
 """
@@ -139,7 +139,7 @@ def test_with_keys_it_answers_from_anywhere() -> None:
 
 
 def test_other_origins_are_refused_by_default() -> None:
-    """Also without a content type, which browsers send across origins without asking first."""
+    """Also without a content type, because browsers send such requests across origins without a preflight."""
     headers = {"origin": "http://evil.example", "content-type": ""}
     response = ask("POST", "/v1/completions", Access(), headers=headers, json=COMPLETION)
     assert response.status_code == 403
@@ -246,7 +246,7 @@ def test_a_key_file_is_made_read_and_checked(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_key_file_is_named_but_not_quoted(tmp_path: Path, content: str) -> None:
-    """An operator who wrote the key itself into the file must not find it in a log as well."""
+    """A key that an operator wrote into the file by mistake must not appear in a log."""
     file = tmp_path / "keys.yaml"
     file.write_text(content)
     with pytest.raises(ConfigError) as refused:
@@ -262,7 +262,7 @@ def test_a_short_key_in_the_environment_is_refused_without_showing_it() -> None:
 
 
 def test_finding_a_key_looks_at_all_of_them() -> None:
-    """The first, the last and no key take the same time, within what a busy machine blurs: 2x in the medians."""
+    """The first key, the last key and a wrong key take the same time: medians within 2x on a busy machine."""
     keys = [f"{i:064x}" for i in range(400)]
     many = KeyRing([KeyEntry(name=f"k{i}", sha256=hash_key(key)) for i, key in enumerate(keys)])
 

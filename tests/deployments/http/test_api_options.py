@@ -1,4 +1,4 @@
-"""Options that shape an answer: several choices and prompts, log-probabilities, echo, granularity, stops.
+"""Options that shape a response: several choices and prompts, log-probabilities, echo, granularity, stops.
 
 The promise under all of them: text, tokens, log-probabilities and usage end at the same token, whole or streamed.
 """
@@ -40,7 +40,7 @@ FULL = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 def whole_and_stream(engine: FakeEngine, url: str, body: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    """The answer to a body, whole and as its events without [DONE]."""
+    """The response to a body, as one document and as events without [DONE]."""
 
     async def both(client: httpx.AsyncClient) -> tuple[httpx.Response, httpx.Response]:
         plain = {key: value for key, value in body.items() if key != "stream_granularity"}
@@ -54,7 +54,7 @@ def whole_and_stream(engine: FakeEngine, url: str, body: dict[str, Any]) -> tupl
 
 
 def joined(chunks: list[Any], index: int) -> dict[str, Any]:
-    """The chunks of one choice as a choice: text, finish reason, log-probabilities."""
+    """The chunks of one choice joined: text, finish reason, log-probabilities."""
     choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
     reasons = [choice["finish_reason"] for choice in choices]
     assert reasons[:-1] == [None] * (len(reasons) - 1), "nothing follows the end"

@@ -13,7 +13,7 @@ from engine.checkpoint.store import resolve_model
 
 
 def test_a_prompt_that_no_token_stands_for_is_refused() -> None:
-    """Vocabularies may lack bytes; a prompt of nothing else encodes to nothing."""
+    """A vocabulary may lack bytes; a prompt of only such bytes encodes to no tokens."""
     smollm2 = TextCodec.from_folder(resolve_model("smollm2", progress=False))
     engine = make_engine()
 

@@ -1,4 +1,4 @@
-"""The HTTP application over a fake engine: answers, ids, and who is let go when a client leaves."""
+"""The HTTP application over a fake engine: responses, ids, and what is released when a client disconnects."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_many_streams_at_once_each_get_their_own_answer() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_while_it_waits_frees_its_request(stream: bool) -> None:
-    """Before the first byte nothing is being sent, so only watching the connection can tell."""
+    """Before the first byte nothing is sent, so only the watch over the connection notices."""
     engine = make_engine(step_s=3600)
     raw = json.dumps({**COMPLETION, "stream": stream}).encode()
 

@@ -1,4 +1,4 @@
-"""The replica's own door: it streams without waiting, survives a restart on its port, and closes."""
+"""The direct port: it streams without buffering, listens again after a restart, and closes."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ MESSAGES = [{"role": "user", "content": "go"}]
 
 @dataclass
 class Served:
-    """A running server; `engine` may be exchanged between requests."""
+    """A running server. `engine` may be replaced between requests."""
 
     url: str
     engine: FakeEngine
@@ -81,7 +81,7 @@ def make_engine(**options: object) -> FakeEngine:
 
 
 def wait_until(is_so: Callable[[], bool], timeout_s: float = 5) -> float:
-    """Seconds until it was so."""
+    """Seconds until the condition held."""
     start = time.perf_counter()
     while not is_so():
         assert time.perf_counter() - start < timeout_s, "not so in time"
@@ -216,7 +216,7 @@ def test_a_client_that_gives_up_waiting_frees_its_request_at_once(served: Served
 
 
 def test_each_step_arrives_when_it_is_made(served: Served) -> None:
-    """Nothing between the engine and the socket collects events: the first is there long before the last."""
+    """Nothing between the engine and the socket buffers events: the first arrives long before the last."""
     served.engine = make_engine(step_s=0.1, max_step=3)
     start = time.perf_counter()
     arrivals = []
@@ -227,7 +227,7 @@ def test_each_step_arrives_when_it_is_made(served: Served) -> None:
 
 
 def test_a_long_prompt_does_not_hold_up_running_streams(served: Served) -> None:
-    """Megabytes are tokenised beside the event loop; a stream of 5 ms steps goes on."""
+    """Long prompts are tokenised in a thread, so a stream with 5 ms steps goes on."""
     served.engine = make_engine(script=CODEC.encode("go " * 300), step_s=0.005, max_step=1)
     gaps, is_done = [], threading.Event()
 

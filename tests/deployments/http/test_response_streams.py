@@ -1,4 +1,4 @@
-"""The time a request may take: what comes in time passes, what does not is cut off, and other cancellations stay."""
+"""The deadline of a stream: deltas before it pass, later ones raise, and other cancellations still cancel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deployments.openai.responses import TextDelta
 
 
 class Source:
-    """Pieces at an interval; knows when it was closed."""
+    """Deltas at an interval. Records its closing."""
 
     def __init__(self, num_pieces: int, interval_s: float) -> None:
         self._num_pieces = num_pieces
@@ -30,7 +30,7 @@ class Source:
 
 
 def test_what_comes_in_time_passes_whoever_asks() -> None:
-    """Each piece is asked for by a task of its own, as the first and the others are in a request."""
+    """A separate task asks for each delta, as a request does for the first one."""
     source = Source(5, 0.001)
 
     async def run() -> list[str]:
@@ -47,7 +47,7 @@ def test_what_comes_in_time_passes_whoever_asks() -> None:
 
 @pytest.mark.parametrize("interval_s", [60.0, 0.03])
 def test_what_takes_too_long_is_cut_off_and_its_source_closed(interval_s: float) -> None:
-    """Whether nothing comes at all, or one piece after another."""
+    """Both without any delta and with one delta after another."""
     source = Source(1000, interval_s)
 
     async def run() -> None:

@@ -1,4 +1,4 @@
-"""Event streams: framing, order of events, errors in mid-stream, and who closes what."""
+"""Event streams: framing, order of events, errors after the first event, and closing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def piece(text: str, *, finish_reason: str | None = None, num_completion: int = 
 
 
 class Source:
-    """Pieces, then an error if there is one; remembers whether it was closed."""
+    """Deltas, then an error if there is one. Records its closing."""
 
     def __init__(self, *pieces: TextDelta, error: Exception | None = None, is_endless: bool = False) -> None:
         self.is_closed = False
@@ -43,7 +43,7 @@ def writer(answer_format: ChatFormat | CompletionFormat) -> AnswerWriter:
 
 
 def events(source: Source, answer_format=None, *, includes_usage: bool = False) -> tuple[list[bytes], list[object]]:
-    """What was sent, item by item, and the decoded events."""
+    """The sent items, and the decoded events."""
 
     async def run() -> list[bytes]:
         pieces = source.run()
@@ -156,7 +156,7 @@ def test_a_client_that_leaves_closes_the_source_even_while_sending_blocks() -> N
 
 
 def test_cancelling_the_response_closes_the_source() -> None:
-    """This is how Serve tells of a client that left."""
+    """Serve reports a client that disconnected in this way."""
 
     async def run() -> None:
         source, is_sending = Source(piece("a"), is_endless=True), asyncio.Event()
@@ -212,7 +212,7 @@ def test_an_event_costs_tens_of_microseconds() -> None:
 def test_a_chunk_of_text_is_what_the_encoder_would_have_made_of_it(
     answer_format: ChatFormat | CompletionFormat, includes_usage: bool
 ) -> None:
-    """Such chunks are written from a template; the first of an answer and those that say more are not."""
+    """Text-only chunks are written from a template; the first chunk and those with more fields are not."""
     fast, slow = writer(answer_format), writer(answer_format)
     for index in range(3):
         for text in ("a", ' "quoted" \\ and\n', "naïve 🙂", "\x00\x1f\u2028", "</script>", TEXT_MARK):

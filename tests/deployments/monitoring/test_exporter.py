@@ -1,4 +1,4 @@
-"""What Prometheus reads: the text format of readings, over HTTP, and the files that say where."""
+"""What Prometheus reads: the text format of snapshots over HTTP, and the target files."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0
 
 
 def test_http() -> None:
-    """Names with colons survive whatever a scraper asks for; a failing read is a 500, other paths a 404."""
+    """Names with colons are kept for every Accept header. A failing read is 500, another path 404."""
     counters = MetricCounters()
     counters.add("paceline_drafts_total", 3)
     states = [counters.read()]
@@ -149,7 +149,7 @@ class TestTargetFiles:
 
 
 def test_replicas_are_targets_of_their_own(tmp_path: Path) -> None:
-    """Two replicas in one process: each serves its own numbers, announces itself, and goes without a trace."""
+    """Two replicas in one process: each exposes its metrics, writes a target file, and removes it at the end."""
     settings = AppSettings.parse({"engine": {"model": "smollm2"}, "metrics_dir": str(tmp_path)})
 
     async def read_engine() -> MetricSnapshot:

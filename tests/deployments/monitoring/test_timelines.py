@@ -1,4 +1,4 @@
-"""A request's timeline, and what is made of it: metrics, a log line, spans. Every request ends in exactly one way."""
+"""The timeline of a request, and its metrics, log line and spans. Every request ends in exactly one way."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def submit(name: str = "r", max_tokens: int = 6) -> Submit:
 
 
 def run(engine: FakeEngine, *, leave_after: int | None = None, keep: int = 8) -> tuple[Timeline, MetricSnapshot]:
-    """One request; the client leaves after so many messages."""
+    """Run one request. The client disconnects after `leave_after` deltas."""
     counters, ended, raised = MetricCounters(), [], []
 
     async def go() -> None:
