@@ -41,16 +41,16 @@ export class Chat {
     this.#append(make("div", { class: "message user" }, prompt));
     const view = new TokenView();
     const summary = make("p", { class: "summary" }, "waiting for the first token");
-    const message = make("div", { class: "message answer" }, view.element, summary);
+    const message = make("div", { class: "message response" }, view.element, summary);
     this.#append(message);
     const messages = [...this.#messages, { role: "user", content: prompt }];
     this.#setRunning(new AbortController());
     const begin = performance.now();
     const speed = new Speed(begin);
     try {
-      for await (const piece of streamChat(this.#fields(messages), this.#running.signal)) {
-        speed.add(piece);
-        if (piece.trace) view.add(piece.trace);
+      for await (const delta of streamChat(this.#fields(messages), this.#running.signal)) {
+        speed.add(delta);
+        if (delta.trace) view.add(delta.trace);
         describe(summary, view, speed);
         this.#follow();
       }

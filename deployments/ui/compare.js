@@ -53,11 +53,11 @@ export class Compare {
       speculative: { enabled },
     };
     let steps = 0;
-    for await (const piece of streamChat(fields)) {
-      speed.add(piece);
-      if (!piece.trace) continue;
-      texts.push(...piece.trace.texts);
-      steps = piece.trace.step;
+    for await (const delta of streamChat(fields)) {
+      speed.add(delta);
+      if (!delta.trace) continue;
+      texts.push(...delta.trace.texts);
+      steps = delta.trace.step;
     }
     return { speed, text: texts.join(""), steps };
   }

@@ -28,11 +28,11 @@ def client(server: Server) -> openai.OpenAI:
 
 
 def test_chat(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model="smollm2", messages=FRANCE, temperature=0)
-    assert "Paris" in (answer.choices[0].message.content or "")
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage is not None
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    completion = client.chat.completions.create(model="smollm2", messages=FRANCE, temperature=0)
+    assert "Paris" in (completion.choices[0].message.content or "")
+    assert completion.choices[0].finish_reason == "stop"
+    assert completion.usage is not None
+    assert completion.usage.total_tokens == completion.usage.prompt_tokens + completion.usage.completion_tokens
 
 
 def test_chat_streams_the_same_text(client: openai.OpenAI) -> None:
@@ -76,11 +76,11 @@ def test_stop_string_and_seed(client: openai.OpenAI) -> None:
 
 def test_speculation_is_per_request(client: openai.OpenAI) -> None:
     def usage(options: dict[str, object]) -> dict[str, int]:
-        answer = client.chat.completions.create(
+        completion = client.chat.completions.create(
             model="smollm2", messages=FRANCE, temperature=0, extra_body={"speculative": options}
         )
-        assert answer.usage is not None
-        counts: dict[str, int] = (answer.usage.model_extra or {})["speculative"]
+        assert completion.usage is not None
+        counts: dict[str, int] = (completion.usage.model_extra or {})["speculative"]
         return counts
 
     assert usage({"enabled": False}) == {"drafted": 0, "accepted": 0}
@@ -161,11 +161,11 @@ def test_a_dead_draft_costs_speculation_only(server: Server, undrafted: list[str
     draft = server.actor("DraftActor")
 
     async def with_fault() -> list[str]:
-        answers = asyncio.create_task(_ask_all(server.url, speculative=True))
+        responses = asyncio.create_task(_ask_all(server.url, speculative=True))
         await asyncio.sleep(1.0)
-        assert not answers.done()
+        assert not responses.done()
         os.kill(draft.pid, number)
-        return await answers
+        return await responses
 
     assert asyncio.run(with_fault()) == undrafted
     deadline = time.monotonic() + 30
@@ -213,13 +213,13 @@ def test_a_dead_target_costs_time_only(server: Server, undrafted: list[str]) -> 
     shard = server.actor("ShardActor")
 
     async def with_fault() -> list[str]:
-        answers = asyncio.create_task(_ask_all(server.url, speculative=True))
+        responses = asyncio.create_task(_ask_all(server.url, speculative=True))
         await asyncio.sleep(1.0)
-        assert not answers.done()
+        assert not responses.done()
         os.kill(shard.pid, signal.SIGKILL)
         late = asyncio.create_task(_ask_all(server.url, speculative=True))
         assert await late == undrafted, "requests that come while there is no target wait for it"
-        return await answers
+        return await responses
 
     assert asyncio.run(with_fault()) == undrafted
     assert server.actor("ShardActor").pid != shard.pid

@@ -17,7 +17,7 @@ pytestmark = [
 ]
 ENTER, LEFT, RIGHT = "\ue007", "\ue012", "\ue014"
 PROMPT = "Count from one to ten in words."
-ANSWERED = "document.querySelectorAll('.message.answer[data-done]').length"
+RESPONDED = "document.querySelectorAll('.message.response[data-done]').length"
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +31,9 @@ def page(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[B
 
 
 def ask(page: Browser, prompt: str) -> None:
-    before = page.run(f"return {ANSWERED}")
+    before = page.run(f"return {RESPONDED}")
     page.type("#prompt", prompt + ENTER)
-    page.wait(f"{ANSWERED} > {before}", 60)
+    page.wait(f"{RESPONDED} > {before}", 60)
 
 
 def test_an_answer_is_coloured_token_by_token(page: Browser, server: Server) -> None:

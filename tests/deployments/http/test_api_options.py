@@ -267,11 +267,11 @@ def test_a_prompt_can_be_scored_without_an_answer(stream: bool) -> None:
     engine = make_engine()
     body = {**COMPLETION, "prompt": "go now", "echo": True, "logprobs": 0, "max_tokens": 0}
     response = post(engine, "/v1/completions", {**body, **(FULL if stream else {})})
-    answer = stream_of(response)[0] if stream else response.json()
-    (choice,) = answer["choices"]
+    document = stream_of(response)[0] if stream else response.json()
+    (choice,) = document["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("go now", "length")
     assert len(choice["logprobs"]["tokens"]) == len(CODEC.encode("go now"))
-    usage = (stream_of(response)[-2] if stream else answer)["usage"]
+    usage = (stream_of(response)[-2] if stream else document)["usage"]
     assert usage["completion_tokens"] == 0
     assert engine.submitted[0].sampling.max_tokens == 1
 
@@ -291,17 +291,17 @@ def test_a_stop_token_of_the_client_s_ends_the_answer_unseen_but_counted() -> No
     stop_id = SCRIPT[6]
     index = SCRIPT.index(stop_id)
     body = {**COMPLETION, "stop_token_ids": [stop_id], "logprobs": 0}
-    answer = post(make_engine(max_step=4), "/v1/completions", body).json()
-    assert answer["choices"][0]["text"] == CODEC.decode(SCRIPT[:index])
-    assert answer["choices"][0]["finish_reason"] == "stop"
-    assert answer["usage"]["completion_tokens"] == index + 1 == len(answer["choices"][0]["logprobs"]["tokens"])
+    document = post(make_engine(max_step=4), "/v1/completions", body).json()
+    assert document["choices"][0]["text"] == CODEC.decode(SCRIPT[:index])
+    assert document["choices"][0]["finish_reason"] == "stop"
+    assert document["usage"]["completion_tokens"] == index + 1 == len(document["choices"][0]["logprobs"]["tokens"])
 
 
 def test_ignore_eos_goes_on_to_max_tokens() -> None:
     engine = make_engine()
-    answer = post(engine, "/v1/completions", {**COMPLETION, "ignore_eos": True}).json()
+    document = post(engine, "/v1/completions", {**COMPLETION, "ignore_eos": True}).json()
     assert engine.submitted[0].sampling.stop_token_ids == ()
-    assert (answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 100)
+    assert (document["choices"][0]["finish_reason"], document["usage"]["completion_tokens"]) == ("length", 100)
 
 
 def test_min_tokens_passes_over_stop_strings_that_come_too_early() -> None:

@@ -131,9 +131,11 @@ def test_choices_with_logprobs_streaming_and_not(served: Served) -> None:
 
 
 def test_several_prompts_with_echo(served: Served) -> None:
-    answer = served.client.completions.create(model="tiny", prompt=["go", "now"], echo=True, logprobs=1, max_tokens=2)
-    assert [choice.text[:3] for choice in answer.choices] == ["got", "now"]
-    assert [choice.logprobs.token_logprobs[0] for choice in answer.choices] == [None, None]
+    completion = served.client.completions.create(
+        model="tiny", prompt=["go", "now"], echo=True, logprobs=1, max_tokens=2
+    )
+    assert [choice.text[:3] for choice in completion.choices] == ["got", "now"]
+    assert [choice.logprobs.token_logprobs[0] for choice in completion.choices] == [None, None]
 
 
 class Place(pydantic.BaseModel):
@@ -143,8 +145,8 @@ class Place(pydantic.BaseModel):
 
 def test_structured_output_is_parsed_by_the_client(served: Served) -> None:
     served.engine = make_engine(script=CODEC.encode('{"city": "Paris", "days": 3}'))
-    answer = served.client.chat.completions.parse(model="tiny", messages=MESSAGES, response_format=Place)
-    assert answer.choices[0].message.parsed == Place(city="Paris", days=3)
+    completion = served.client.chat.completions.parse(model="tiny", messages=MESSAGES, response_format=Place)
+    assert completion.choices[0].message.parsed == Place(city="Paris", days=3)
     grammar = served.engine.submitted[0].sampling.grammar
     assert (grammar.kind, "city" in grammar.text) == ("json_schema", True)
 

@@ -20,7 +20,7 @@ class Source:
         self._interval_s = interval_s
         self.is_closed = False
 
-    async def pieces(self) -> AsyncGenerator[TextDelta, None]:
+    async def deltas(self) -> AsyncGenerator[TextDelta, None]:
         try:
             for number in range(self._num_pieces):
                 await asyncio.sleep(self._interval_s)
@@ -34,7 +34,7 @@ def test_what_comes_in_time_passes_whoever_asks() -> None:
     source = Source(5, 0.001)
 
     async def run() -> list[str]:
-        timed, texts = until(source.pieces(), timeout_s=30.0), []
+        timed, texts = until(source.deltas(), timeout_s=30.0), []
         for _ in range(5):
             texts.append((await asyncio.ensure_future(anext(timed))).text)  # type: ignore[arg-type]
         with pytest.raises(StopAsyncIteration):
@@ -52,7 +52,7 @@ def test_what_takes_too_long_is_cut_off_and_its_source_closed(interval_s: float)
 
     async def run() -> None:
         with pytest.raises(DeadlineExceeded, match=r"within 0\.1 s"):
-            async for _ in until(source.pieces(), timeout_s=0.1):
+            async for _ in until(source.deltas(), timeout_s=0.1):
                 pass
         task = asyncio.current_task()
         assert task is not None
@@ -64,7 +64,7 @@ def test_what_takes_too_long_is_cut_off_and_its_source_closed(interval_s: float)
 
 def test_time_over_while_nobody_asks_counts_too() -> None:
     async def run() -> None:
-        timed = until(Source(2, 0.0).pieces(), timeout_s=0.02)
+        timed = until(Source(2, 0.0).deltas(), timeout_s=0.02)
         await anext(timed)
         await asyncio.sleep(0.05)
         with pytest.raises(DeadlineExceeded):
@@ -77,7 +77,7 @@ def test_a_cancellation_from_elsewhere_is_one() -> None:
     source = Source(1, 60.0)
 
     async def run() -> None:
-        task = asyncio.ensure_future(anext(until(source.pieces(), timeout_s=30.0)))  # type: ignore[arg-type]
+        task = asyncio.ensure_future(anext(until(source.deltas(), timeout_s=30.0)))  # type: ignore[arg-type]
         await asyncio.sleep(0.02)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -1,7 +1,7 @@
 """Requests generated from the server's own OpenAPI document, right ones and wrong ones, over a fake engine.
 
-The promise: no answer is a 5xx, none takes long, each is of a documented status, type and shape, and what the document
-forbids is refused. A few hundred requests always, thousands where slow tests run; seeded, so a failure comes back.
+Promise: no response is a 5xx or takes long, each has a documented status, type and shape, and everything that the
+document forbids is refused. A few hundred requests always, thousands with slow tests; seeded, so a failure is repeatable.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def test_since_must_be_a_time(since: str) -> None:
 
 def test_a_lost_controller_is_an_ordinary_error() -> None:
     async def lost(since_s: float) -> HistoryView:
-        raise EngineUnavailable("The controller does not answer; try again soon")
+        raise EngineUnavailable("The controller does not respond; try again soon")
 
     response = get("/ui/data", lost)
     assert (response.status_code, error_of(response)["code"]) == (503, "engine_unavailable")

@@ -93,9 +93,9 @@ def test_http() -> None:
     exporter = Exporter(lambda: states.pop(), COMMON, host="127.0.0.1", port=0)
     try:
         url = f"http://127.0.0.1:{exporter.port}"
-        answer = httpx.get(f"{url}/metrics", headers={"Accept": OPENMETRICS})
-        assert "\nvllm:spec_decode_num_drafts_total{" in answer.text
-        assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+        response = httpx.get(f"{url}/metrics", headers={"Accept": OPENMETRICS})
+        assert "\nvllm:spec_decode_num_drafts_total{" in response.text
+        assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
         assert httpx.get(f"{url}/metrics").status_code == 500
         assert httpx.get(f"{url}/other").status_code == 404
     finally:
