@@ -1,7 +1,7 @@
 """Requests generated from the server's own OpenAPI document, right ones and wrong ones, over a fake engine.
 
 Promise: no response is a 5xx or takes long, each has a documented status, type and shape, and everything that the
-document forbids is refused. A few hundred requests always, thousands with slow tests; seeded, so a failure is repeatable.
+document forbids is refused. A few hundred requests always, thousands with slow tests; seeded, so failures repeat.
 """
 
 from __future__ import annotations
