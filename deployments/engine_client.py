@@ -36,7 +36,7 @@ class Health:
 
     @property
     def is_serving(self) -> bool:
-        """Whether requests are answered now."""
+        """Whether the engine runs requests now."""
         return self.status in ("ok", "degraded")
 
 

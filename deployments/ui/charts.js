@@ -1,4 +1,4 @@
-// The charts and figures of the last minutes, drawn by uPlot. Colours come from the style sheet, so both schemes work.
+// The charts and figures of the last minutes, drawn by uPlot. The style sheet defines the colours of both schemes.
 
 import { byId, definitions, fixed, make } from "./dom.js";
 import { PHASES, REASONS, acceptanceByPosition, add, buckets, figures, switches } from "./series.js";
@@ -7,25 +7,25 @@ const HEIGHT = 150;
 const clock = (t) => new Date(t * 1000).toLocaleTimeString([], { hour12: false });
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
-/** What is drawn: title, unit of the values, and each series with its colour and its value in a bucket. */
+/** The charts: title, unit, and each series with its colour and its value in a bucket. */
 const CHARTS = [
   {
-    id: "k", title: "K in force", note: "mean draft tokens per request and step", digits: 2,
+    id: "k", title: "K", note: "mean draft tokens per request and step", digits: 2,
     series: [{ label: "K", colour: "c1", value: (f) => f.k }],
   },
   {
-    id: "reasons", title: "Why K is what it is", note: "share of requests", unit: " %", digits: 0, stacked: true, max: 100,
+    id: "reasons", title: "Reason for K", note: "share of requests", unit: " %", digits: 0, stacked: true, max: 100,
     series: REASONS.map(([, label], i) => ({ label, colour: `r${i + 1}`, value: (f) => f.reasons[i] })),
   },
   {
-    id: "speed", title: "Tokens per second", note: "while stepping", digits: 1,
+    id: "speed", title: "Tokens per second", note: "of step time", digits: 1,
     series: [
-      { label: "realised", colour: "c1", value: (f) => f.speed },
-      { label: "predicted without drafts", colour: "c2", value: (f) => f.plainSpeed, dash: [6, 4] },
+      { label: "measured", colour: "c1", value: (f) => f.speed },
+      { label: "baseline (predicted without drafts)", colour: "c2", value: (f) => f.plainSpeed, dash: [6, 4] },
     ],
   },
   {
-    id: "position", title: "Acceptance by position", note: "of those reached", unit: " %",
+    id: "position", title: "Acceptance by position", note: "of verified draft tokens", unit: " %",
     digits: 0, max: 100, positions: true, series: [{ label: "accepted", colour: "c1" }],
   },
   {
@@ -77,7 +77,7 @@ export class Charts {
   }
 }
 
-/** One uPlot chart with its own legend, which shows the values under the cursor, or else the latest. */
+/** One uPlot chart. Its legend shows the values at the cursor, or the latest values. */
 class Chart {
   #plot = null;
   #data = [[]];
@@ -87,7 +87,7 @@ class Chart {
     this.spec = spec;
     this.frame = make("div", { class: "plot" });
     this.legend = make("ul", { class: "legend" });
-    this.none = make("p", { class: "none" }, "No steps in this window yet.");
+    this.none = make("p", { class: "none" }, "No steps in this window.");
     this.when = make("span", { class: "when" });
     this.element = make(
       "figure",
@@ -113,7 +113,7 @@ class Chart {
     if (this.#plot && this.frame.clientWidth > 0) this.#plot.setSize({ width: this.frame.clientWidth, height: HEIGHT });
   }
 
-  /** Draw anew with the next data: colours have changed. */
+  /** Redraw with the next data, because the colours changed. */
   forget() {
     this.#plot?.destroy();
     this.#plot = null;
@@ -203,14 +203,14 @@ class Chart {
   }
 }
 
-/** Sums from the last series up, so that each is drawn before what lies over it. */
+/** Cumulative sums from the last series up, so that each series is drawn below the next. */
 function stack([xs, ...rows]) {
   const sums = xs.map(() => 0);
   const heights = rows.map((row) => row.map((value, i) => (value === null ? null : (sums[i] += value))));
   return [xs, ...heights.reverse()];
 }
 
-/** Points between two gaps, which a line would not show. */
+/** Single points between two gaps, which a line would not show. */
 function lonely(u, seriesIndex) {
   const values = u.data[seriesIndex];
   return values.map((_, i) => i).filter((i) => values[i] != null && values[i - 1] == null && values[i + 1] == null);

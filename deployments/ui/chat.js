@@ -1,4 +1,4 @@
-// The chat: a conversation with this server's model, one answer at a time.
+// The chat: a conversation with the model, one response at a time.
 
 import { byId, fixed, make } from "./dom.js";
 import { streamChat } from "./stream.js";
@@ -8,7 +8,7 @@ export class Chat {
   #messages = [];
   #running = null;
 
-  /** @param model () => name of the model, once it is known */
+  /** @param model returns the name of the model */
   constructor(model) {
     this.model = model;
     byId("ask").addEventListener("submit", (event) => {
@@ -41,21 +41,21 @@ export class Chat {
     this.#append(make("div", { class: "message user" }, prompt));
     const view = new TokenView();
     const summary = make("p", { class: "summary" }, "waiting for the first token");
-    const message = make("div", { class: "message answer" }, view.element, summary);
+    const message = make("div", { class: "message response" }, view.element, summary);
     this.#append(message);
     const messages = [...this.#messages, { role: "user", content: prompt }];
     this.#setRunning(new AbortController());
     const begin = performance.now();
     const speed = new Speed(begin);
     try {
-      for await (const piece of streamChat(this.#fields(messages), this.#running.signal)) {
-        speed.add(piece);
-        if (piece.trace) view.add(piece.trace);
+      for await (const delta of streamChat(this.#fields(messages), this.#running.signal)) {
+        speed.add(delta);
+        if (delta.trace) view.add(delta.trace);
         describe(summary, view, speed);
         this.#follow();
       }
       this.#messages = [...messages, { role: "assistant", content: view.text }];
-      byId("said").textContent = `Answer of ${view.tokens.length} tokens: ${view.text}`;
+      byId("said").textContent = `Response of ${view.tokens.length} tokens: ${view.text}`;
     } catch (error) {
       const stopped = error.name === "AbortError";
       const note = stopped ? "Stopped." : error.message;
@@ -89,7 +89,7 @@ export class Chat {
     byId("log").scrollTop = byId("log").scrollHeight;
   }
 
-  /** Keep the end in view, unless the reader has scrolled back. */
+  /** Scroll to the end, unless the user has scrolled up. */
   #follow() {
     const log = byId("log");
     if (log.scrollHeight - log.scrollTop - log.clientHeight < 120) log.scrollTop = log.scrollHeight;
@@ -102,7 +102,7 @@ export class Chat {
   }
 }
 
-/** Time to the first token and speed after it. */
+/** Time to the first token, and tokens per second after it. */
 export class Speed {
   constructor(begin) {
     this.begin = begin;
@@ -118,7 +118,7 @@ export class Speed {
     this.last = at;
   }
 
-  /** Seconds until the first step's tokens came. */
+  /** Seconds to the tokens of the first step. */
   get ttft() {
     return this.first ? (this.first.at - this.begin) / 1000 : NaN;
   }
@@ -138,7 +138,7 @@ function describe(summary, view, speed) {
   summary.replaceChildren(
     make("span", {}, `${view.tokens.length} tokens in ${view.steps} steps`),
     make("span", {}, `${fixed(speed.tokensPerSecond)} tokens/s`),
-    make("span", {}, `first after ${fixed(speed.ttft, 2)} s`),
+    make("span", {}, `first token after ${fixed(speed.ttft, 2)} s`),
     ...counts,
   );
 }

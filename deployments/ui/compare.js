@@ -1,4 +1,4 @@
-// The same prompt with and without speculation, one after the other, and both speeds.
+// The same prompt with and without speculation, one after the other: both speeds and texts.
 
 import { Speed } from "./chat.js";
 import { byId, fixed, make } from "./dom.js";
@@ -53,11 +53,11 @@ export class Compare {
       speculative: { enabled },
     };
     let steps = 0;
-    for await (const piece of streamChat(fields)) {
-      speed.add(piece);
-      if (!piece.trace) continue;
-      texts.push(...piece.trace.texts);
-      steps = piece.trace.step;
+    for await (const delta of streamChat(fields)) {
+      speed.add(delta);
+      if (!delta.trace) continue;
+      texts.push(...delta.trace.texts);
+      steps = delta.trace.step;
     }
     return { speed, text: texts.join(""), steps };
   }
@@ -80,15 +80,15 @@ function report([without, withDrafts]) {
   const gain = withDrafts.speed.tokensPerSecond / without.speed.tokensPerSecond;
   const usage = withDrafts.speed.usage?.speculative;
   const facts = [
-    `With speculation: ${fixed(gain, 2)} times as fast.`,
+    `Speed-up by speculation: ${fixed(gain, 2)}x.`,
     usage ? `${usage.accepted} of ${usage.drafted} draft tokens were accepted.` : "",
     without.text === withDrafts.text
-      ? "Both answers are the same text."
-      : "The texts differ: in low precision, near-ties of the model may fall either way.",
+      ? "Both responses have the same text."
+      : "The texts differ: at low precision, rounding can decide between tokens of almost equal logits.",
   ];
   return [
     make("div", { class: "scroll" }, make("table", {},
-      make("thead", {}, make("tr", {}, ...["", "tokens/s", "", "first after, s", "tokens", "tokens per step"].map((head) => make("th", { scope: "col" }, head)))),
+      make("thead", {}, make("tr", {}, ...["", "tokens/s", "", "first token, s", "tokens", "tokens per step"].map((head) => make("th", { scope: "col" }, head)))),
       make("tbody", {}, ...rows))),
     make("p", { class: "note" }, facts.filter(Boolean).join(" ")),
   ];

@@ -1,4 +1,4 @@
-// The page: asks the server for its numbers once a second, says when it does not answer, and starts the parts.
+// The page: requests measurements once a second, shows when the server does not respond, and starts the sections.
 
 import { Charts } from "./charts.js";
 import { Chat } from "./chat.js";
@@ -40,9 +40,9 @@ async function poll() {
   } catch (error) {
     failures += 1;
     const wait = Math.min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** (failures - 1));
-    setStatus("down", "no answer");
-    const message = error.name === "TimeoutError" ? "The server does not answer." : error.message;
-    byId("banner-text").textContent = `${message} Trying again every ${wait} s; what is shown is from before.`;
+    setStatus("down", "no response");
+    const message = error.name === "TimeoutError" ? "The server does not respond." : error.message;
+    byId("banner-text").textContent = `${message} Next attempt in ${wait} s. The page shows earlier values.`;
     byId("banner").hidden = false;
     byId("api-key-form").hidden = error.status !== 401;
     timer = setTimeout(poll, wait * 1000);
@@ -57,7 +57,7 @@ function showHealth({ status, reason, draft }, numEngines) {
   byId("status").title = reason;
 }
 
-/** The first sentence, for a line that has little room. */
+/** The first sentence, at most 90 characters. */
 function short(text) {
   const sentence = text.split(/(?<=\.)\s/)[0];
   return sentence.length > 90 ? `${sentence.slice(0, 90)}…` : sentence;

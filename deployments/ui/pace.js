@@ -1,4 +1,4 @@
-// The plan in force, and its control for whoever has the admin key. The key is kept in this object only.
+// The plan in force, and the form that changes it with the admin key. The key is kept in this object only.
 
 import { byId, definitions } from "./dom.js";
 import { getJson } from "./stream.js";
@@ -9,7 +9,7 @@ export class Pace {
   #key = null;
   #isEdited = false;
 
-  /** @param changed called after a change, to show it at once */
+  /** @param changed called after a change, so that the page shows it at once */
   constructor(changed) {
     this.changed = changed;
     byId("key-form").addEventListener("submit", (event) => {
@@ -24,12 +24,12 @@ export class Pace {
     byId("lock").addEventListener("click", () => this.#lock());
   }
 
-  /** The plan that the server follows now. */
+  /** Show the plan in force. */
   show(plan) {
     byId("plan").replaceChildren(...definitions([
       ["Drafting", plan.enabled === false ? "disabled" : "enabled"],
       ["Policy", plan.policy],
-      ["Most K", plan.max_k],
+      ["Largest K", plan.max_k],
       ["Batch limit", plan.max_batch],
     ]));
     if (!this.#isEdited) this.#fill(plan);
@@ -68,7 +68,7 @@ export class Pace {
     };
     try {
       this.#fill(await this.#ask("PATCH", changes));
-      say("Applied; engines follow with their next report.");
+      say("Applied. Each engine uses the new plan from its next report on.");
       this.changed();
     } catch (error) {
       if (error.status === 401) this.#lock();
@@ -98,8 +98,8 @@ export class Pace {
 }
 
 function explain(error) {
-  if (error.status === 401) return "That is not the admin key.";
-  if (error.status === 404) return "This server was started without an admin key, so its pace cannot be changed from here.";
+  if (error.status === 401) return "Wrong admin key.";
+  if (error.status === 404) return "The server has no admin key (PACELINE_ADMIN_KEY), so the pace cannot be changed here.";
   return error.message;
 }
 

@@ -1,31 +1,31 @@
-// From the server's sums per second to the series of the charts. Knows no document and no chart library.
+// Converts the server's sums per second to the series of the charts. Knows no document and no chart library.
 
 export const REASONS = [
-  ["plan", "as the policy chose"],
-  ["probe", "a probe"],
-  ["acceptance", "the draft is not believed"],
-  ["batch", "too many requests"],
-  ["off", "switched off"],
-  ["per_request", "the client's cap"],
-  ["length", "near the end"],
-  ["catch_up", "the draft reads"],
-  ["memory", "no KV blocks"],
-  ["draft_down", "no draft"],
-  ["no_match", "nothing matched"],
-  ["options", "options it cannot follow"],
+  ["plan", "chosen by the policy"],
+  ["probe", "probe"],
+  ["acceptance", "low acceptance"],
+  ["batch", "batch too large"],
+  ["off", "drafting disabled"],
+  ["per_request", "limit of the request"],
+  ["length", "near the length limit"],
+  ["catch_up", "draft catches up"],
+  ["memory", "no free KV blocks"],
+  ["draft_down", "draft is down"],
+  ["no_match", "no n-gram match"],
+  ["options", "unsupported sampling options"],
 ];
 export const PHASES = ["schedule", "draft", "handoff", "verify", "sample"];
 const KEPT_S = 600;
 const SCALARS = ["num_steps", "num_decodes", "num_prefill_tokens", "num_drafted", "num_accepted", "num_emitted",
   "schedule_s", "draft_s", "handoff_s", "verify_s", "sample_s", "step_s", "plain_s"];
 
-/** The last minutes as this page knows them. */
+/** The measurements of the last minutes. */
 export class Points {
   all = [];
   changes = [];
   now = 0;
 
-  /** Take an answer of /ui/data; its first second may be a longer version of the last one here. */
+  /** Add a response of /ui/data. Its first second replaces the last one here, which was incomplete. */
   take(data) {
     this.now = data.now;
     const from = data.points.length ? data.points[0].t : Infinity;
@@ -34,7 +34,7 @@ export class Points {
     this.changes.push(...data.changes.filter((change) => !known.has(change.t)));
   }
 
-  /** From which time on to ask; seconds before the last known one are final. */
+  /** Time of the next request's first second: the last known one, because earlier seconds are complete. */
   get since() {
     return this.all.length ? this.all[this.all.length - 1].t : 0;
   }
@@ -44,7 +44,7 @@ export class Points {
   }
 }
 
-/** One sum over many points; null for none. */
+/** The sum of many points; null for none. */
 export function add(points) {
   if (!points.length) return null;
   const sum = { waiting: 0, spans: 0, reasons: {}, accepted: [], reached: [] };
@@ -62,12 +62,12 @@ export function add(points) {
   return sum;
 }
 
-/** a / b, or null where nothing was counted. */
+/** a / b; null if b is 0. */
 export function ratio(a, b) {
   return b > 0 ? a / b : null;
 }
 
-/** Figures of one sum. */
+/** Means and shares of one sum. */
 export function figures(sum) {
   const known = sum.schedule_s + sum.draft_s + sum.handoff_s + sum.verify_s + sum.sample_s;
   return {
@@ -84,7 +84,7 @@ export function figures(sum) {
   };
 }
 
-/** Sums in equal stretches of time that fill the window; `times` are their beginnings, unix seconds. */
+/** Sums over equal intervals that fill the window; `times` are their beginnings as Unix time in seconds. */
 export function buckets(points, windowS) {
   const width = windowS <= 60 ? 1 : windowS <= 300 ? 2 : 4;
   const end = Math.ceil((points.now + 1) / width) * width;
@@ -98,13 +98,13 @@ export function buckets(points, windowS) {
   return { times: groups.map((_, index) => begin + index * width), sums: groups.map(add), width };
 }
 
-/** Acceptance of each position that was reached, percent. */
+/** Acceptance rate at each draft position, in percent of the tokens verified there. */
 export function acceptanceByPosition(sum) {
   const reached = sum?.reached ?? [];
   return reached.map((count, index) => ratio(100 * (sum.accepted[index] ?? 0), count));
 }
 
-/** Where drafting went on or off, and where the plan changed: {t, text}, in order. */
+/** Times at which drafting was switched on or off, or the plan changed: {t, text}, in order. */
 export function switches(points) {
   const marks = [];
   let before = null;
@@ -123,7 +123,7 @@ export function switches(points) {
   return marks.sort((a, b) => a.t - b.t);
 }
 
-/** "on", or the reason why most requests of this second had no draft; null where that cannot be said. */
+/** "on", or the reason why most requests of this second had no draft; null if no reason holds for most. */
 function stateOf(point) {
   const counted = Object.entries(point.k_by_reason);
   const spans = counted.reduce((total, [, count]) => total + count, 0);

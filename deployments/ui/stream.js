@@ -1,6 +1,6 @@
-// Talking to the server: JSON answers, event streams, and errors as the server words them.
+// Requests to the server: JSON responses, event streams, and the server's error messages.
 
-/** What the server said no with, or that it said nothing. `status` is 0 where there was no answer. */
+/** An error response, or none: `status` is 0 if there was no response. */
 export class ServerError extends Error {
   constructor(message, status = 0) {
     super(message);
@@ -10,12 +10,12 @@ export class ServerError extends Error {
 
 let apiKey = null;
 
-/** Send this API key from now on. It is kept here only, and gone on reload. */
+/** Send this API key from now on. It is kept in memory only, until the page is reloaded. */
 export function useApiKey(key) {
   apiKey = key;
 }
 
-/** fetch, with failures as ServerError. Addresses are relative to the page, so a path prefix is kept. */
+/** fetch that throws ServerError. URLs are relative to the page, so they work below a path prefix. */
 export async function request(path, options = {}) {
   let response;
   const headers = apiKey === null ? options.headers : { authorization: `Bearer ${apiKey}`, ...options.headers };
@@ -23,14 +23,14 @@ export async function request(path, options = {}) {
     response = await fetch(path, { ...options, headers });
   } catch (error) {
     if (error.name === "AbortError" || error.name === "TimeoutError") throw error;
-    throw new ServerError("The server does not answer.");
+    throw new ServerError("The server does not respond.");
   }
   if (response.ok) return response;
-  let message = `The server answered ${response.status}.`;
+  let message = `The server responded with status ${response.status}.`;
   try {
     message = (await response.json()).error.message ?? message;
   } catch {
-    // Not the API's own error; the status has to do.
+    // The body is not an error of this API, so the message is the status.
   }
   throw new ServerError(message, response.status);
 }
@@ -39,14 +39,14 @@ export async function getJson(path, options = {}) {
   return (await request(path, options)).json();
 }
 
-/** Objects of an event stream, in order, until [DONE]. */
+/** The objects of an event stream, in order, up to [DONE]. */
 export async function* readEvents(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
   try {
     for (;;) {
       const { value, done } = await reader.read();
-      if (done) throw new ServerError("The connection broke before the answer ended.");
+      if (done) throw new ServerError("The connection closed before the response was complete.");
       held += value;
       const events = held.split("\n\n");
       held = events.pop();
@@ -63,7 +63,7 @@ export async function* readEvents(body) {
   }
 }
 
-/** Stream a chat answer with the origin of its tokens; yields {at, trace, usage}, `at` in milliseconds. */
+/** Stream a chat response with the origin of its tokens. Yields {at, trace, usage}; `at` is in milliseconds. */
 export async function* streamChat(fields, signal) {
   const response = await request("v1/chat/completions", {
     method: "POST",
@@ -81,7 +81,7 @@ export async function* streamChat(fields, signal) {
       yield { at: performance.now(), trace: chunk.paceline, usage: chunk.usage };
     }
   } catch (error) {
-    if (error instanceof TypeError) throw new ServerError("The connection broke before the answer ended.");
+    if (error instanceof TypeError) throw new ServerError("The connection closed before the response was complete.");
     throw error;
   }
 }

@@ -1,13 +1,13 @@
-// An answer as tokens, coloured by origin; what one token's origin was, for pointer and keyboard alike.
+// A response as tokens, coloured by origin, with details of one token by pointer or keyboard.
 
 import { byId, definitions, make } from "./dom.js";
 
 export const ORIGINS = ["accepted", "recovered", "bonus", "plain"];
 const MEANING = {
-  accepted: "drafted, and kept by the target",
-  recovered: "the target's own, after it rejected a draft token",
-  bonus: "the target's own, after the whole draft was kept",
-  plain: "the target's own; nothing was drafted",
+  accepted: "draft token that the target accepted",
+  recovered: "target token after a rejected draft token",
+  bonus: "target token after a fully accepted draft",
+  plain: "target token of a step without a draft",
 };
 
 /** Origin of each token of one step. */
@@ -22,7 +22,7 @@ export function tokensOf(trace) {
   }));
 }
 
-/** One answer. Arrow keys move through its tokens while it has the focus. */
+/** One response. Arrow keys move through its tokens while it has the focus. */
 export class TokenView {
   constructor() {
     this.tokens = [];
@@ -32,7 +32,7 @@ export class TokenView {
       class: "tokens",
       tabindex: "0",
       role: "group",
-      "aria-label": "Answer; arrow keys show where each token came from",
+      "aria-label": "Response; arrow keys show the origin of each token",
     });
     this.current = -1;
     this.element.addEventListener("pointerover", (event) => this.#pointed(event));
@@ -104,10 +104,10 @@ function spoken(token) {
 }
 
 function shown(token) {
-  return token.text === "" ? "(nothing visible)" : JSON.stringify(token.text);
+  return token.text === "" ? "(no visible text)" : JSON.stringify(token.text);
 }
 
-// Its place is next to a token, so it goes when the page moves under it.
+// The details are placed next to a token, so they are hidden when the page moves.
 for (const event of ["scroll", "resize"]) {
   window.addEventListener(event, () => { byId("detail").hidden = true; }, { capture: true, passive: true });
 }

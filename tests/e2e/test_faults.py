@@ -59,7 +59,7 @@ def body(topic: str, tokens: int) -> dict[str, object]:
 
 
 async def stream(url: str, key: str, topic: str, tokens: int) -> AsyncIterator[str]:
-    """Pieces of text. Raises AssertionError at an error event or an end without [DONE]."""
+    """Text of the chunks. Raises AssertionError at an error event or an end without [DONE]."""
     headers = {"authorization": f"Bearer {key}"}
     async with (
         httpx.AsyncClient(timeout=120, headers=headers) as client,
@@ -91,13 +91,13 @@ def expected(faulty: Server, key: str) -> list[str]:
 
 
 def shards(server: Server) -> list[psutil.Process]:
-    """By rank: they are made in order."""
+    """The processes of the shards by rank, which start in order."""
     found = [p for p in server.processes() if p.cmdline() and p.cmdline()[0].startswith("ray::ShardActor")]
     return sorted(found, key=lambda process: process.pid)
 
 
 def with_fault(server: Server, key: str, pid: int, number: signal.Signals) -> tuple[list[str], float]:
-    """Answers of streams during which a process is killed, and how long they took after that."""
+    """Responses of streams during which a process gets a signal, and their seconds after it."""
 
     async def run() -> tuple[list[str], float]:
         running = asyncio.create_task(answers(server, key))
@@ -120,7 +120,7 @@ def test_a_key_opens_and_its_absence_does_not(faulty: Server, key: str) -> None:
 
 
 def test_sockets_and_folders_are_for_their_owner_only(faulty: Server) -> None:
-    """What is reachable by name in the file system; shared memory has no name (`engine.ipc.shared_memory`)."""
+    """Named files of Paceline; shared memory has no name (`engine.ipc.shared_memory`)."""
     mine = {process.pid for process in faulty.processes()}
     for folder in Path("/tmp").glob("paceline-*"):
         if folder.stat().st_uid == os.geteuid():
@@ -146,7 +146,7 @@ def test_a_hung_shard_costs_time_only(faulty: Server, key: str, expected: list[s
 
 @pytest.mark.slow
 def test_a_dead_replica_ends_its_streams_and_is_replaced(faulty: Server, key: str, expected: list[str]) -> None:
-    """Its streams lived in its process: they end at once and visibly, and the next requests are served."""
+    """The streams of a killed replica end at once with an error, and the next requests are served."""
     (replica,) = [p for p in faulty.processes() if p.cmdline() and "ServeReplica" in p.cmdline()[0]]
     with pytest.raises((AssertionError, httpx.HTTPError)):
         with_fault(faulty, key, replica.pid, signal.SIGKILL)
@@ -181,7 +181,7 @@ def test_a_client_that_never_reads_harms_nobody(faulty: Server, key: str, expect
 
 
 def test_keys_and_prompts_are_in_no_log(faulty: Server, key: str, expected: list[str]) -> None:
-    """Everything that Ray, Serve and we have written so far."""
+    """All log lines of Ray, Serve and Paceline so far."""
     assert expected
     folders = {
         Path(parts[index + 1])
@@ -204,7 +204,7 @@ def test_keys_and_prompts_are_in_no_log(faulty: Server, key: str, expected: list
 
 
 def test_sigterm_lets_streams_finish_and_takes_no_new_ones(faulty: Server, key: str, expected: list[str]) -> None:
-    """Last: the server is gone afterwards."""
+    """Runs last, because it stops the server."""
 
     async def run() -> list[str]:
         running = asyncio.create_task(answers(faulty, key))

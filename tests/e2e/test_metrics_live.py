@@ -1,4 +1,4 @@
-"""A live server scraped by a real Prometheus: data for every declared query and every panel, and true numbers."""
+"""A live server scraped by a real Prometheus: data for every declared query and every panel, and correct values."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ PROMPTS = ("Count from one to twenty in words.", "Say hello.", "Name five rivers
 def ask(server: Server, prompt: str, max_tokens: int = 16) -> dict[str, Any]:
     body = {"model": "smollm2", "messages": [{"role": "user", "content": prompt}], "temperature": 0}
     response = httpx.post(f"{server.url}/v1/chat/completions", json=body | {"max_tokens": max_tokens}, timeout=60)
-    answer: dict[str, Any] = response.raise_for_status().json()
-    return answer
+    document: dict[str, Any] = response.raise_for_status().json()
+    return document
 
 
 def address(targets: Path) -> str:

@@ -1,4 +1,4 @@
-"""The README's examples are run as they stand, but for the port."""
+"""The README's examples run unchanged except for the port."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_a_second_replica_comes_with_the_load_and_goes_with_it(tmp_path: Path) -
 
 
 async def under_load(server: Server, targets: Path) -> None:
-    """Until both replicas have served."""
+    """Run until both replicas have served."""
     endpoint = Endpoint(f"{server.url}/v1", "smollm2")
     async with Streams(endpoint, built_in()["chat"], max_tokens=64) as load:
         await load.resize(STREAMS)
@@ -58,7 +58,7 @@ async def under_load(server: Server, targets: Path) -> None:
 
 
 def config(folder: Path) -> Path:
-    """An objective that no batch meets, so that the policy goes as near as it can."""
+    """An objective that no batch meets, so that the policy asks for the largest number of replicas."""
     values = yaml_config.load(yaml_config.DEFAULT_FILE)
     scaling: dict[str, Any] = {"max_replicas": 2, "tpot_s": 1e-4, "upscale_delay_s": 1, "downscale_delay_s": 5}
     values["applications"][0]["args"] |= {"autoscaling": scaling | {"look_back_s": 5}, "drain_timeout_s": 5}
@@ -68,7 +68,7 @@ def config(folder: Path) -> Path:
 
 
 def replicas(targets: Path) -> list[dict[str, float]]:
-    """The numbers of every replica that answers, summed over labels."""
+    """The metrics of every replica that responds, summed over labels."""
     found = []
     for file in targets.glob("*.json"):
         try:

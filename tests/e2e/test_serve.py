@@ -1,4 +1,4 @@
-"""The product as its users meet it: a real Ray deployment, the openai client, faults, and Ctrl-C."""
+"""A real deployment on Ray: the openai client, faults, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def client(server: Server) -> openai.OpenAI:
 
 
 def test_chat(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model="smollm2", messages=FRANCE, temperature=0)
-    assert "Paris" in (answer.choices[0].message.content or "")
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage is not None
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    completion = client.chat.completions.create(model="smollm2", messages=FRANCE, temperature=0)
+    assert "Paris" in (completion.choices[0].message.content or "")
+    assert completion.choices[0].finish_reason == "stop"
+    assert completion.usage is not None
+    assert completion.usage.total_tokens == completion.usage.prompt_tokens + completion.usage.completion_tokens
 
 
 def test_chat_streams_the_same_text(client: openai.OpenAI) -> None:
@@ -76,11 +76,11 @@ def test_stop_string_and_seed(client: openai.OpenAI) -> None:
 
 def test_speculation_is_per_request(client: openai.OpenAI) -> None:
     def usage(options: dict[str, object]) -> dict[str, int]:
-        answer = client.chat.completions.create(
+        completion = client.chat.completions.create(
             model="smollm2", messages=FRANCE, temperature=0, extra_body={"speculative": options}
         )
-        assert answer.usage is not None
-        counts: dict[str, int] = (answer.usage.model_extra or {})["speculative"]
+        assert completion.usage is not None
+        counts: dict[str, int] = (completion.usage.model_extra or {})["speculative"]
         return counts
 
     assert usage({"enabled": False}) == {"drafted": 0, "accepted": 0}
@@ -104,7 +104,7 @@ def test_errors_are_openai_shaped(client: openai.OpenAI, server: Server) -> None
 
 
 def test_a_disconnect_frees_the_request(server: Server) -> None:
-    """A client that leaves 7,000 tokens early must not slow down the one after it."""
+    """A client that disconnects 7,000 tokens early must not slow down the next one."""
     body = {"model": "smollm2", "prompt": "Count: 1 2 3", "max_tokens": 7000, "temperature": 0, "stream": True}
     alone = _seconds_for_40_tokens(server)
     with ThreadPoolExecutor(6) as pool:
@@ -152,7 +152,7 @@ async def _ask_all(url: str, *, speculative: bool, tokens: int = 48) -> list[str
 
 @pytest.fixture(scope="module")
 def undrafted(server: Server) -> list[str]:
-    """What eight streams answer without a draft."""
+    """Responses of eight streams without a draft."""
     return asyncio.run(_ask_all(server.url, speculative=False))
 
 
@@ -161,11 +161,11 @@ def test_a_dead_draft_costs_speculation_only(server: Server, undrafted: list[str
     draft = server.actor("DraftActor")
 
     async def with_fault() -> list[str]:
-        answers = asyncio.create_task(_ask_all(server.url, speculative=True))
+        responses = asyncio.create_task(_ask_all(server.url, speculative=True))
         await asyncio.sleep(1.0)
-        assert not answers.done()
+        assert not responses.done()
         os.kill(draft.pid, number)
-        return await answers
+        return await responses
 
     assert asyncio.run(with_fault()) == undrafted
     deadline = time.monotonic() + 30
@@ -209,17 +209,17 @@ def test_two_shards_give_the_same_text_and_nothing_is_left_after_ctrl_c(
 
 
 def test_a_dead_target_costs_time_only(server: Server, undrafted: list[str]) -> None:
-    """Streams that have begun go on with the next target, those that have not begin there: same tokens, no gap."""
+    """Running streams continue on the next target, waiting ones start there: same tokens, no gap."""
     shard = server.actor("ShardActor")
 
     async def with_fault() -> list[str]:
-        answers = asyncio.create_task(_ask_all(server.url, speculative=True))
+        responses = asyncio.create_task(_ask_all(server.url, speculative=True))
         await asyncio.sleep(1.0)
-        assert not answers.done()
+        assert not responses.done()
         os.kill(shard.pid, signal.SIGKILL)
         late = asyncio.create_task(_ask_all(server.url, speculative=True))
         assert await late == undrafted, "requests that come while there is no target wait for it"
-        return await answers
+        return await responses
 
     assert asyncio.run(with_fault()) == undrafted
     assert server.actor("ShardActor").pid != shard.pid

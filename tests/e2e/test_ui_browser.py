@@ -1,4 +1,4 @@
-"""The live page in a real browser against a real server: what a visitor sees, reads and presses."""
+"""The web page in a real browser with a real server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [
 ]
 ENTER, LEFT, RIGHT = "\ue007", "\ue012", "\ue014"
 PROMPT = "Count from one to ten in words."
-ANSWERED = "document.querySelectorAll('.message.answer[data-done]').length"
+RESPONDED = "document.querySelectorAll('.message.response[data-done]').length"
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +31,9 @@ def page(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[B
 
 
 def ask(page: Browser, prompt: str) -> None:
-    before = page.run(f"return {ANSWERED}")
+    before = page.run(f"return {RESPONDED}")
     page.type("#prompt", prompt + ENTER)
-    page.wait(f"{ANSWERED} > {before}", 60)
+    page.wait(f"{RESPONDED} > {before}", 60)
 
 
 def test_an_answer_is_coloured_token_by_token(page: Browser, server: Server) -> None:
@@ -111,7 +111,7 @@ def test_a_viewer_without_the_key_changes_nothing(page: Browser) -> None:
 def test_a_server_that_goes_away_is_said_and_found_again(page: Browser) -> None:
     page.command("Network.enable", {})
     page.command("Network.setBlockedURLs", {"urls": ["*/ui/data*"]})
-    assert "does not answer" in page.wait(
+    assert "does not respond" in page.wait(
         "!document.getElementById('banner').hidden && document.getElementById('banner-text').textContent"
     )
     page.command("Network.setBlockedURLs", {"urls": []})

@@ -77,7 +77,7 @@ def deployment() -> Iterator[Deployment]:
 
 
 class Load:
-    """Clients that ask without a pause until told to stop; every answer is looked at."""
+    """Clients that send requests without a pause until they are stopped. Every response is checked."""
 
     def __init__(self, url: str, clients: int) -> None:
         self._url = url

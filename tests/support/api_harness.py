@@ -1,6 +1,6 @@
-"""A fake engine behind the HTTP application, in process: what the tests of the application share.
+"""A fake engine behind the HTTP application, in process: shared by the tests of the application.
 
-Owns the script the engine answers with, the limits, and small readers of answers.
+Owns the script of the engine, the limits, and helpers that read responses.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def make_engine(**options: Any) -> FakeEngine:
 
 
 def tool_codec(form: str | None) -> TextCodec:
-    """A codec of the same tokens whose template shows tools in a form, or shows none."""
+    """A codec of the same tokens whose chat template writes tools in `form`, or has none."""
     tokenizer = byte_level()
     if form is not None:
         tokenizer.chat_template = TOOL_TEMPLATE + {"hermes": HERMES_HINT, "llama3": LLAMA3_HINT}[form]
@@ -63,7 +63,7 @@ def dependencies(engine: EngineClient, codec: TextCodec = CODEC, limits: ApiLimi
 
 
 def talk(engine: FakeEngine, work: Callable[[httpx.AsyncClient], Awaitable[T]], codec: TextCodec = CODEC) -> T:
-    """Run `work` with a client of a fresh application. Another codec than the usual one has a longer context."""
+    """Run `work` with a client of a new application. With another codec the context is longer."""
     limits = LIMITS if codec is CODEC else replace(LIMITS, max_model_len=2048)
 
     async def run() -> T:

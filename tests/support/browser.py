@@ -32,7 +32,7 @@ FLAGS = (
     "--disable-dev-shm-usage",
 )
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
-"""The key that WebDriver wraps element references in."""
+"""The key of element references in WebDriver."""
 
 
 def find() -> tuple[str, str] | None:
@@ -53,11 +53,11 @@ class Browser:
         self._post("url", {"url": url})
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """The value that a function body returns in the page."""
+        """Run a function body in the page and return its result."""
         return self._post("execute/sync", {"script": script, "args": list(arguments)})
 
     def wait(self, condition: str, timeout_s: float = 20.0) -> Any:
-        """Until this expression is truthy in the page; answers with its value."""
+        """Wait until an expression is truthy in the page and return its value."""
         deadline = time.monotonic() + timeout_s
         while not (value := self.run(f"return {condition}")):
             assert time.monotonic() < deadline, f"never true: {condition}"
@@ -78,12 +78,12 @@ class Browser:
         self.command("Emulation.setDeviceMetricsOverride", metrics)
 
     def scheme(self, name: str) -> None:
-        """`light` or `dark`, as a visitor's system says."""
+        """Set the preferred colour scheme, `light` or `dark`."""
         features = [{"name": "prefers-color-scheme", "value": name}]
         self.command("Emulation.setEmulatedMedia", {"features": features})
 
     def command(self, name: str, parameters: dict[str, Any]) -> Any:
-        """A command of Chromium's own protocol."""
+        """Send a command of the Chrome DevTools Protocol."""
         return self._post("goog/cdp/execute", {"cmd": name, "params": parameters})
 
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
@@ -91,7 +91,7 @@ class Browser:
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def complaints(self) -> list[str]:
-        """What the page wrote to the console as a warning or an error since the last call."""
+        """Warnings and errors in the console since the last call."""
         entries = self._post("se/log", {"type": "browser"})
         return [entry["message"] for entry in entries if entry["level"] in ("WARNING", "SEVERE")]
 

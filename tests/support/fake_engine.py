@@ -1,7 +1,7 @@
-"""A small real engine: it answers every prompt with the same script, cut into steps of random sizes.
+"""A small engine that generates the same script for every prompt, in steps of random sizes.
 
-Its law: the tokens of `script`, turned by the request's seed where it has one, then EOS, over and over; stop tokens are
-left out as long as min_tokens asks for more, and the answer is cut at the first other one and at max_tokens.
+The tokens are those of `script`, rotated by the request's seed if it has one, then EOS, repeated. Stop tokens before
+min_tokens are left out; the response ends at the first later one, or at max_tokens.
 Log-probabilities are a function of the token alone (`logprobs_of`). Step sizes come from `seed`, 1 to `max_step`. It
 can be full, dead, slow, or fail after some tokens, and it records what was submitted, aborted and is running.
 """
@@ -20,7 +20,7 @@ from engine.messages import Delta, FinishReason, Submit, TokenLogprobs
 
 
 def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
-    """The law of a token, whatever precedes it: the likeliest are those that follow its id."""
+    """Log-probabilities of a token, independent of its prefix: the most likely ids are the next ones."""
     top = tuple((token_id + rank, -0.5 * rank - token_id / 1000) for rank in range(1, num_top + 1))
     return TokenLogprobs(logprob=-0.25 - token_id / 1000, top=top)
 
@@ -32,11 +32,11 @@ class FakeEngine:
     seed: int = 0
     max_step: int = 5
     step_s: float = 0.0
-    """Seconds before each step; a very large value never answers."""
+    """Seconds before each step."""
     refusal: PacelineError | None = None
-    """Raised instead of admitting a request."""
+    """Raised before the first delta of every request; None raises nothing."""
     fail_after: int | None = None
-    """Tokens after which `failure` ends the request."""
+    """Number of tokens after which `failure` ends the request."""
     failure: Exception | None = None
     """The exception that ends the request."""
     state: Health = field(default_factory=lambda: Health(status="ok", draft="ok"))

@@ -1,4 +1,4 @@
-"""A Grafana as small as installing dashboards needs: folders, dashboards, a token, and its error bodies."""
+"""The part of Grafana that the installation of dashboards uses: folders, dashboards, a token, error bodies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass
 class FakeGrafana:
-    """State of the server. `url` is where it listens."""
+    """State of the server, which listens at `url`."""
 
     token: str = "secret"
     may_write: bool = True
@@ -55,7 +55,7 @@ class FakeGrafana:
 
 @contextmanager
 def running(state: FakeGrafana) -> Iterator[FakeGrafana]:
-    """Serve it on a loopback port for the time of a `with`."""
+    """Serve it on a loopback port inside a `with` block."""
 
     class Handler(BaseHTTPRequestHandler):
         def _serve(self) -> None:

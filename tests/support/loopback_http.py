@@ -1,4 +1,4 @@
-"""An HTTP server of a test's own, on a free port of loopback, in a thread."""
+"""An HTTP server for one test, on a free loopback port, in a thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.load.servers import free_port
 
 @contextmanager
 def listening(*routes: web.RouteDef) -> Iterator[int]:
-    """Serve these routes; yields the port."""
+    """Serve these routes. Yields the port."""
     loop, port = asyncio.new_event_loop(), free_port()
     app = web.Application()
     app.add_routes(routes)

@@ -1,4 +1,4 @@
-"""A real Prometheus on loopback for one test: our configuration with a faster scrape, and its query API.
+"""A real Prometheus on loopback for one test: the shipped configuration with a faster scrape, and its query API.
 
 Owns the process and its folder. `panel_exprs` are the queries of every panel with the template variables filled in as
 Grafana does for "All".
@@ -23,7 +23,7 @@ from engine.metrics.labels import COMMON_LABELS
 
 
 def installed() -> bool:
-    """Whether the `prometheus` command is there."""
+    """Whether the `prometheus` command is installed."""
     return shutil.which("prometheus") is not None
 
 
@@ -41,7 +41,7 @@ def panel_exprs(window: str) -> list[tuple[str, str]]:
 
 
 def is_empty(values: Mapping[Any, float]) -> bool:
-    """Whether a panel would show nothing: no series, or no number in any."""
+    """Whether a panel would be empty: no series, or no finite value in any."""
     return all(math.isnan(value) for value in values.values())
 
 
@@ -52,23 +52,23 @@ class Prometheus:
         self.url = url
 
     def get(self, path: str, **params: str) -> Any:
-        """`data` of an API answer."""
+        """`data` of an API response."""
         response = httpx.get(f"{self.url}/api/v1/{path}", params=params, timeout=10)
         body = response.json()
         assert body["status"] == "success", body
         return body["data"]
 
     def values(self, expr: str) -> dict[tuple[tuple[str, str], ...], float]:
-        """Value per series, its labels sorted."""
+        """Value of each series, by its sorted labels."""
         found = self.get("query", query=expr)["result"]
         return {tuple(sorted(series["metric"].items())): float(series["value"][1]) for series in found}
 
     def empty_panels(self, window: str) -> list[tuple[str, str]]:
-        """Of `panel_exprs`, those that show nothing."""
+        """Entries of `panel_exprs` that would be empty."""
         return [(panel, expr) for panel, expr in panel_exprs(window) if is_empty(self.values(expr))]
 
     def wait(self, what: Callable[[], bool], timeout_s: float = 60.0) -> None:
-        """Until `what` holds.
+        """Wait until `what` holds.
 
         Raises:
             TimeoutError: it did not.
@@ -86,7 +86,7 @@ class Prometheus:
 
 @contextmanager
 def running(folder: Path, targets: Path) -> Iterator[Prometheus]:
-    """Start it over `targets`, the folder of target files, with its own files in `folder`; stopped at the end."""
+    """Start Prometheus with the target files in `targets` and its data in `folder`, and stop it at the end."""
     shutil.copy(render.PACKAGE / "rules.yaml", folder)
     config = (render.PACKAGE / "prometheus.yml").read_text()
     config = config.replace("/etc/prometheus/targets", str(targets)).replace("/etc/prometheus", str(folder))

@@ -30,18 +30,18 @@ class Server:
     seen: set[psutil.Process] = field(default_factory=set)
 
     def processes(self) -> list[psutil.Process]:
-        """Everything that descends from it now; remembered for the check after stopping."""
+        """All descendants of the server now. They are recorded for the check after `stop`."""
         now = psutil.Process(self.process.pid).children(recursive=True)
         self.seen.update(now)
         return now
 
     def actor(self, name: str) -> psutil.Process:
-        """The process of an actor class; its title starts with ray::."""
+        """The process of an actor class, by its title, which starts with ray::."""
         (found,) = [p for p in self.processes() if p.cmdline() and p.cmdline()[0].startswith(f"ray::{name}")]
         return found
 
     def stop(self) -> list[psutil.Process]:
-        """Send what Ctrl-C sends; returns what is still there afterwards."""
+        """Send SIGINT as Ctrl-C does. Returns the processes that are still alive afterwards."""
         self.processes()
         self.process.send_signal(signal.SIGINT)
         self.process.wait(STOP_TIMEOUT_S)
@@ -51,7 +51,7 @@ class Server:
 
 @contextlib.contextmanager
 def serving(log: Path, *options: str, env: Mapping[str, str] | None = None) -> Iterator[Server]:
-    """Start a server with these options, and these variables beside our own, and wait for its greeting."""
+    """Start a server with these options and additional environment variables, and wait until it serves."""
     port = free_port()
     command = [str(Path(sys.executable).with_name("paceline")), "serve", "--port", str(port), *options]
     with log.open("w") as out:

@@ -1,4 +1,4 @@
-"""Drafts that do not share the target's vocabulary are refused at start, with what differs."""
+"""A draft with a different vocabulary than the target is refused at start, with the first difference."""
 
 from __future__ import annotations
 

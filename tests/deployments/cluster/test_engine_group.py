@@ -29,7 +29,7 @@ LOAD = ReplicaLoad(num_running=1, num_waiting=0, tokens_per_s=9.0, tpot_s=(0.01,
 
 
 class Rank0:
-    """Shard 0 of a target: emits as many tokens as it is told to."""
+    """Shard 0 of a target, with counters that a test changes."""
 
     def __init__(self) -> None:
         self.counters = MetricCounters()

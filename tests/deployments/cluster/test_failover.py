@@ -1,4 +1,4 @@
-"""Requests whose engines go away: same tokens, no gap, no repeat, and an end within bounds.
+"""Requests whose engines fail: same tokens, no gap, no repeat, and a bounded number of engines.
 
 Promise: whatever the sequence of lives, the tokens that reach the client are those of one engine that never failed.
 """
@@ -25,7 +25,7 @@ SUBMIT = Submit(
 
 
 class MortalEngine:
-    """Its law: token i of an answer is i * i % 97. It gives up after `life` tokens, at `step` tokens a step."""
+    """Token i of a response is i * i % 97. It fails after `life` tokens, with `step` tokens per step."""
 
     def __init__(self, *, life: int | None, step: int = 3) -> None:
         self._life = life
@@ -59,7 +59,7 @@ class MortalEngine:
 
 
 class Succession:
-    """Hands out the engines one after the other."""
+    """Provides the engines one after the other."""
 
     def __init__(self, engines: Sequence[MortalEngine]) -> None:
         self.engines = list(engines)

@@ -1,4 +1,4 @@
-"""Replica and shard 0 over a real unix socket: every request hears its own deltas, and an end when there is one."""
+"""Replica and shard 0 over a real unix socket: every request gets its deltas and its end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from engine.messages import Delta, ErrorKind, SamplingParams, Submit
 
 
 class Echo:
-    """A shard that emits a request's prompt, one token per step, and can be told not to end."""
+    """A shard that emits a request's prompt, one token per step. With `holds` it never finishes a request."""
 
     def __init__(self) -> None:
         self.aborted: list[str] = []
@@ -138,7 +138,7 @@ def test_an_abort_by_a_stopping_engine_ends_with_the_engine_s_reason() -> None:
 
 
 def test_a_replica_that_reads_late_holds_nobody_up_and_misses_nothing() -> None:
-    """The first events fit into the kernel's buffer, one is cut by its end, the others wait."""
+    """The first events fit into the kernel's buffer, one fits in part, the others are queued."""
     echo, connection = Echo(), socket.socket(socket.AF_UNIX)
     with connection:
         connection.connect(echo.socket.path)

@@ -1,6 +1,6 @@
-"""Real targets that fail in the middle of their steps, replaced while clients read: sockets, wire and loop included.
+"""Real targets that fail in the middle of a step and are replaced while clients read, with real sockets and loops.
 
-Promise: every answer has exactly the tokens of a target that never failed, whichever step fails and however often.
+Promise: every response has exactly the tokens of a target that never failed, whichever step fails and however often.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class FailingShard(TargetShard):
-    """Fails in its `life`-th forward."""
+    """A shard that fails after `life` forwards."""
 
     life: int | None = None
 
@@ -87,10 +87,10 @@ class LocalTarget:
 
 
 class Targets:
-    """Where `ContinuedEngine` gets its engines from.
+    """Provides engines to `ContinuedEngine`.
 
     Args:
-        lives: forwards of each target before it fails; those beyond never do.
+        lives: forwards of each target before it fails; later targets never fail.
     """
 
     def __init__(self, folder: Path, lives: list[int]) -> None:
@@ -128,8 +128,8 @@ async def _nothing() -> None:
     return None
 
 
-async def answer_all(targets: Targets, submits: list[Submit]) -> dict[str, list[int] | str]:
-    """Tokens by request, or the error."""
+async def generate_all(targets: Targets, submits: list[Submit]) -> dict[str, list[int] | str]:
+    """The tokens of each request, or its error message."""
     await targets.supervisor.start()
     task = asyncio.create_task(targets.supervisor.supervise())
     engine = ContinuedEngine(targets, patience_s=30.0)
@@ -143,12 +143,12 @@ async def answer_all(targets: Targets, submits: list[Submit]) -> dict[str, list[
         return [token for delta in deltas for token in delta.token_ids]
 
     try:
-        answers = await asyncio.wait_for(asyncio.gather(*(one(submit) for submit in submits)), 60)
+        responses = await asyncio.wait_for(asyncio.gather(*(one(submit) for submit in submits)), 60)
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await targets.supervisor.stop()
-    return dict(zip([submit.request_id for submit in submits], answers, strict=True))
+    return dict(zip([submit.request_id for submit in submits], responses, strict=True))
 
 
 SUBMITS = [
@@ -174,7 +174,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> dict[str, list[int] | str]:
-    return asyncio.run(answer_all(Targets(folder, []), SUBMITS))
+    return asyncio.run(generate_all(Targets(folder, []), SUBMITS))
 
 
 @settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -182,10 +182,10 @@ def undisturbed(folder: Path) -> dict[str, list[int] | str]:
 def test_answers_are_those_of_a_target_that_never_failed(
     folder: Path, undisturbed: dict[str, list[int] | str], lives: list[int]
 ) -> None:
-    assert asyncio.run(answer_all(Targets(folder, lives), SUBMITS)) == undisturbed
+    assert asyncio.run(generate_all(Targets(folder, lives), SUBMITS)) == undisturbed
 
 
 def test_a_request_that_every_target_dies_of_ends_with_an_error(folder: Path) -> None:
     submits = [replace(SUBMITS[0], request_id="poison")]
-    answers = asyncio.run(answer_all(Targets(folder, [2] * (MAX_ENGINES + 1)), submits))
-    assert "rank 1 is gone" in str(answers["poison"]) or "gave this request up" in str(answers["poison"])
+    responses = asyncio.run(generate_all(Targets(folder, [2] * (MAX_ENGINES + 1)), submits))
+    assert "rank 1 is gone" in str(responses["poison"])

@@ -1,4 +1,4 @@
-"""Targets that fail: replaced at growing distances until too many in a row did not come up, the reason always told."""
+"""Targets that fail: replaced with growing pauses, given up after too many failed starts, always with the reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.workers.target_shard import ShardReady
 
 
 class FakeTarget:
-    """Comes up unless it is told not to; dies when told to."""
+    """A target that starts if `comes_up`, and fails in `die`."""
 
     def __init__(self, on_failed: Callable[[str], None], *, comes_up: bool, max_model_len: int) -> None:
         self._on_failed = on_failed
@@ -38,10 +38,10 @@ class FakeTarget:
 
 
 class World:
-    """A supervisor and every target it made.
+    """A supervisor and every target it created.
 
     Args:
-        comes_up: by number of the target; those beyond do.
+        comes_up: by number of the target, whether it starts; later ones do.
     """
 
     def __init__(self, comes_up: list[bool], *, lengths: list[int] | None = None) -> None:
@@ -133,7 +133,7 @@ def test_after_too_many_it_gives_up_and_nobody_waits_any_more() -> None:
 
 
 def test_crash_loops_go_on_at_growing_distances() -> None:
-    """As long as each comes up it is worth another try; the pauses bound what that costs."""
+    """A target that starts is always replaced; the pauses bound the cost."""
 
     async def script(world: World) -> None:
         for number in range(10):

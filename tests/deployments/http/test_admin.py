@@ -1,4 +1,4 @@
-"""The operator's routes: hidden without a key, closed without the right one, loud about bad values."""
+"""The admin routes: 404 without a key, 401 with a wrong key, and an error that names a bad field."""
 
 from __future__ import annotations
 

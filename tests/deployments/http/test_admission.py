@@ -1,4 +1,4 @@
-"""Admission: a bound, fair shares of what is scarce, and counts that come back to zero whatever happens."""
+"""Admission: the bound, fair shares of a full queue, and counts that return to zero."""
 
 from __future__ import annotations
 

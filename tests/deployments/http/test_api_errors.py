@@ -1,4 +1,4 @@
-"""What goes wrong, as a client sees it: status, OpenAI's body, the field's name, and nothing of the inside."""
+"""Errors as a client sees them: status, OpenAI's body and the field's name, without internal details."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that shape an answer: several choices and prompts, log-probabilities, echo, granularity, stops.
+"""Options that shape a response: several choices and prompts, log-probabilities, echo, granularity, stops.
 
 The promise under all of them: text, tokens, log-probabilities and usage end at the same token, whole or streamed.
 """
@@ -40,7 +40,7 @@ FULL = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 def whole_and_stream(engine: FakeEngine, url: str, body: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    """The answer to a body, whole and as its events without [DONE]."""
+    """The response to a body, as one document and as events without [DONE]."""
 
     async def both(client: httpx.AsyncClient) -> tuple[httpx.Response, httpx.Response]:
         plain = {key: value for key, value in body.items() if key != "stream_granularity"}
@@ -54,7 +54,7 @@ def whole_and_stream(engine: FakeEngine, url: str, body: dict[str, Any]) -> tupl
 
 
 def joined(chunks: list[Any], index: int) -> dict[str, Any]:
-    """The chunks of one choice as a choice: text, finish reason, log-probabilities."""
+    """The chunks of one choice joined: text, finish reason, log-probabilities."""
     choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
     reasons = [choice["finish_reason"] for choice in choices]
     assert reasons[:-1] == [None] * (len(reasons) - 1), "nothing follows the end"
@@ -267,11 +267,11 @@ def test_a_prompt_can_be_scored_without_an_answer(stream: bool) -> None:
     engine = make_engine()
     body = {**COMPLETION, "prompt": "go now", "echo": True, "logprobs": 0, "max_tokens": 0}
     response = post(engine, "/v1/completions", {**body, **(FULL if stream else {})})
-    answer = stream_of(response)[0] if stream else response.json()
-    (choice,) = answer["choices"]
+    document = stream_of(response)[0] if stream else response.json()
+    (choice,) = document["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("go now", "length")
     assert len(choice["logprobs"]["tokens"]) == len(CODEC.encode("go now"))
-    usage = (stream_of(response)[-2] if stream else answer)["usage"]
+    usage = (stream_of(response)[-2] if stream else document)["usage"]
     assert usage["completion_tokens"] == 0
     assert engine.submitted[0].sampling.max_tokens == 1
 
@@ -291,17 +291,17 @@ def test_a_stop_token_of_the_client_s_ends_the_answer_unseen_but_counted() -> No
     stop_id = SCRIPT[6]
     index = SCRIPT.index(stop_id)
     body = {**COMPLETION, "stop_token_ids": [stop_id], "logprobs": 0}
-    answer = post(make_engine(max_step=4), "/v1/completions", body).json()
-    assert answer["choices"][0]["text"] == CODEC.decode(SCRIPT[:index])
-    assert answer["choices"][0]["finish_reason"] == "stop"
-    assert answer["usage"]["completion_tokens"] == index + 1 == len(answer["choices"][0]["logprobs"]["tokens"])
+    document = post(make_engine(max_step=4), "/v1/completions", body).json()
+    assert document["choices"][0]["text"] == CODEC.decode(SCRIPT[:index])
+    assert document["choices"][0]["finish_reason"] == "stop"
+    assert document["usage"]["completion_tokens"] == index + 1 == len(document["choices"][0]["logprobs"]["tokens"])
 
 
 def test_ignore_eos_goes_on_to_max_tokens() -> None:
     engine = make_engine()
-    answer = post(engine, "/v1/completions", {**COMPLETION, "ignore_eos": True}).json()
+    document = post(engine, "/v1/completions", {**COMPLETION, "ignore_eos": True}).json()
     assert engine.submitted[0].sampling.stop_token_ids == ()
-    assert (answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 100)
+    assert (document["choices"][0]["finish_reason"], document["usage"]["completion_tokens"]) == ("length", 100)
 
 
 def test_min_tokens_passes_over_stop_strings_that_come_too_early() -> None:

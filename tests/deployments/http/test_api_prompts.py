@@ -13,7 +13,7 @@ from engine.checkpoint.store import resolve_model
 
 
 def test_a_prompt_that_no_token_stands_for_is_refused() -> None:
-    """Vocabularies may lack bytes; a prompt of nothing else encodes to nothing."""
+    """A vocabulary may lack bytes; a prompt of only such bytes encodes to no tokens."""
     smollm2 = TextCodec.from_folder(resolve_model("smollm2", progress=False))
     engine = make_engine()
 
@@ -51,8 +51,8 @@ def test_template_options_reach_the_template_and_may_not_replace_it() -> None:
 def test_tokenize_and_detokenize_are_inverse(text: str) -> None:
     tokens = post(make_engine(), "/tokenize", {"model": "tiny", "prompt": text}).json()
     assert tokens == {"tokens": list(CODEC.encode(text)), "count": len(CODEC.encode(text)), "max_model_len": 256}
-    answer = post(make_engine(), "/detokenize", {"model": "tiny", "tokens": tokens["tokens"]}).json()
-    assert answer == {"prompt": CODEC.decode(CODEC.encode(text))}
+    document = post(make_engine(), "/detokenize", {"model": "tiny", "tokens": tokens["tokens"]}).json()
+    assert document == {"prompt": CODEC.decode(CODEC.encode(text))}
 
 
 def test_tokenize_shows_what_a_chat_would_send() -> None:

@@ -1,4 +1,4 @@
-"""The HTTP application over a fake engine: answers, ids, and who is let go when a client leaves."""
+"""The HTTP application over a fake engine: responses, ids, and what is released when a client disconnects."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from engine.messages import SamplingParams, Submit
 def test_a_chat_completion_has_openai_shape_and_exact_usage() -> None:
     engine = make_engine()
     response = post(engine, *URLS["chat"])
-    answer = response.json()
-    assert answer.pop("created") > 10**9
-    assert answer.pop("id") == "chatcmpl-" + response.headers["x-request-id"]
+    document = response.json()
+    assert document.pop("created") > 10**9
+    assert document.pop("id") == "chatcmpl-" + response.headers["x-request-id"]
     num_prompt, num_tokens = len(engine.submitted[0].prompt), len(SCRIPT) + 1
-    usage = answer.pop("usage")
+    usage = document.pop("usage")
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (num_prompt, num_tokens)
     assert usage["total_tokens"] == num_prompt + num_tokens
     assert usage["prompt_tokens_details"]["cached_tokens"] == num_prompt // 2
@@ -52,7 +52,7 @@ def test_a_chat_completion_has_openai_shape_and_exact_usage() -> None:
         "accepted_prediction_tokens": accepted,
         "rejected_prediction_tokens": drafted - accepted,
     }
-    assert answer == {
+    assert document == {
         "object": "chat.completion",
         "model": "tiny",
         "system_fingerprint": "fp",
@@ -87,17 +87,17 @@ def test_a_stream_and_a_whole_answer_agree(
         return await client.post(url, json=body), await client.post(url, json=streamed)
 
     whole, stream = talk(engine, both)
-    answer, (*chunks, usage, done) = whole.json(), stream_of(stream)
+    document, (*chunks, usage, done) = whole.json(), stream_of(stream)
     assert done == "[DONE]"
     assert all(chunk["usage"] is None for chunk in chunks)
-    assert "".join(text_of(chunk["choices"][0]) for chunk in chunks) == text_of(answer["choices"][0])
+    assert "".join(text_of(chunk["choices"][0]) for chunk in chunks) == text_of(document["choices"][0])
     reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
-    assert reasons == [None] * (len(chunks) - 1) + [answer["choices"][0]["finish_reason"]]
-    assert usage["usage"] == answer["usage"]
+    assert reasons == [None] * (len(chunks) - 1) + [document["choices"][0]["finish_reason"]]
+    assert usage["usage"] == document["usage"]
     assert usage["choices"] == []
     assert len({chunk["id"] for chunk in [*chunks, usage]}) == 1
     assert not engine.running
-    assert answer["usage"]["completion_tokens"] <= max_tokens
+    assert document["usage"]["completion_tokens"] <= max_tokens
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -123,11 +123,11 @@ def test_a_stop_string_frees_the_engine_before_the_client_has_read_the_end() -> 
     submit = Submit(request_id="r", prompt=(5,), sampling=SamplingParams(max_tokens=100))
 
     async def run() -> None:
-        pieces = read_text_deltas(engine.generate(submit), ChoiceStream(TextStream(CODEC.detokenizer(), ["fox"])))
-        while (await anext(pieces)).finish_reason is None:
+        deltas = read_text_deltas(engine.generate(submit), ChoiceStream(TextStream(CODEC.detokenizer(), ["fox"])))
+        while (await anext(deltas)).finish_reason is None:
             assert engine.running
         assert engine.aborted == ["r"]
-        await pieces.aclose()
+        await deltas.aclose()
 
     asyncio.run(run())
 
@@ -243,7 +243,7 @@ def test_many_streams_at_once_each_get_their_own_answer() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_while_it_waits_frees_its_request(stream: bool) -> None:
-    """Before the first byte nothing is being sent, so only watching the connection can tell."""
+    """Before the first byte nothing is sent, so only the watch over the connection notices."""
     engine = make_engine(step_s=3600)
     raw = json.dumps({**COMPLETION, "stream": stream}).encode()
 

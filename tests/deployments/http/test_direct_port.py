@@ -1,4 +1,4 @@
-"""The replica's own door: it streams without waiting, survives a restart on its port, and closes."""
+"""The direct port: it streams without buffering, listens again after a restart, and closes."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def _app() -> Starlette:
 def test_a_chunk_leaves_before_the_next_one_is_made() -> None:
     async def run() -> None:
         app, port = _app(), free_port()
-        door = DirectHttp(app, host=LOOPBACK, port=port)
-        door.open()
+        server = DirectHttp(app, host=LOOPBACK, port=port)
+        server.open()
         async with (
             httpx.AsyncClient(base_url=f"http://{LOOPBACK}:{port}") as client,
             client.stream("GET", "/stream") as r,
@@ -53,7 +53,7 @@ def test_a_chunk_leaves_before_the_next_one_is_made() -> None:
             assert await anext(parts) == b"first"
             app.state.gate.set()
             assert await anext(parts) == b"second"
-        await door.close()
+        await server.close()
 
     asyncio.run(run())
 
@@ -61,12 +61,12 @@ def test_a_chunk_leaves_before_the_next_one_is_made() -> None:
 def test_a_header_cannot_pretend_another_address() -> None:
     async def run() -> None:
         port = free_port()
-        door = DirectHttp(_app(), host=LOOPBACK, port=port)
-        door.open()
+        server = DirectHttp(_app(), host=LOOPBACK, port=port)
+        server.open()
         async with httpx.AsyncClient() as client:
-            answer = await client.get(f"http://{LOOPBACK}:{port}/peer", headers={"x-forwarded-for": "192.0.2.7"})
-        assert answer.text == LOOPBACK
-        await door.close()
+            response = await client.get(f"http://{LOOPBACK}:{port}/peer", headers={"x-forwarded-for": "192.0.2.7"})
+        assert response.text == LOOPBACK
+        await server.close()
 
     asyncio.run(run())
 
@@ -77,11 +77,11 @@ def test_a_second_door_opens_where_one_was_closed() -> None:
     async def run() -> None:
         port = free_port()
         for _ in range(2):
-            door = DirectHttp(_app(), host=LOOPBACK, port=port)
-            door.open()
+            server = DirectHttp(_app(), host=LOOPBACK, port=port)
+            server.open()
             async with httpx.AsyncClient() as client:
                 assert (await client.get(f"http://{LOOPBACK}:{port}/peer")).status_code == 200
-                await door.close()
+                await server.close()
         async with httpx.AsyncClient() as client:
             with pytest.raises(httpx.ConnectError):
                 await client.get(f"http://{LOOPBACK}:{port}/peer")

@@ -1,4 +1,4 @@
-"""Every limit of a request: one step beyond it is refused with the field's name, before it costs anything."""
+"""Every limit of a request: a value just beyond it is refused with the name of the field."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_server_may_take_shorter_prompts_than_its_context() -> None:
     ids=["repeats", "nested repeats", "nested stars", "doubling rules", "many items", "many properties"],
 )
 def test_grammars_made_to_be_slow_are_checked_quickly(extra: dict[str, Any]) -> None:
-    """The check in the replica; compiling goes on in the engine beside its steps."""
+    """The check in the replica. The engine compiles the grammar in a separate thread."""
     begin = time.monotonic()
     response = post(make_engine(), "/v1/chat/completions", CHAT | extra)
     assert time.monotonic() - begin < 8

@@ -1,4 +1,4 @@
-"""What may change while a server runs, and what it says while it drains."""
+"""Settings that change while a server runs, and draining."""
 
 from __future__ import annotations
 

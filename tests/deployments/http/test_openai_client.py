@@ -31,7 +31,7 @@ MESSAGES = [{"role": "user", "content": "go"}]
 
 @dataclass
 class Served:
-    """A running server; `engine` may be exchanged between requests."""
+    """A running server. `engine` may be replaced between requests."""
 
     url: str
     engine: FakeEngine
@@ -81,7 +81,7 @@ def make_engine(**options: object) -> FakeEngine:
 
 
 def wait_until(is_so: Callable[[], bool], timeout_s: float = 5) -> float:
-    """Seconds until it was so."""
+    """Seconds until the condition held."""
     start = time.perf_counter()
     while not is_so():
         assert time.perf_counter() - start < timeout_s, "not so in time"
@@ -131,9 +131,11 @@ def test_choices_with_logprobs_streaming_and_not(served: Served) -> None:
 
 
 def test_several_prompts_with_echo(served: Served) -> None:
-    answer = served.client.completions.create(model="tiny", prompt=["go", "now"], echo=True, logprobs=1, max_tokens=2)
-    assert [choice.text[:3] for choice in answer.choices] == ["got", "now"]
-    assert [choice.logprobs.token_logprobs[0] for choice in answer.choices] == [None, None]
+    completion = served.client.completions.create(
+        model="tiny", prompt=["go", "now"], echo=True, logprobs=1, max_tokens=2
+    )
+    assert [choice.text[:3] for choice in completion.choices] == ["got", "now"]
+    assert [choice.logprobs.token_logprobs[0] for choice in completion.choices] == [None, None]
 
 
 class Place(pydantic.BaseModel):
@@ -143,8 +145,8 @@ class Place(pydantic.BaseModel):
 
 def test_structured_output_is_parsed_by_the_client(served: Served) -> None:
     served.engine = make_engine(script=CODEC.encode('{"city": "Paris", "days": 3}'))
-    answer = served.client.chat.completions.parse(model="tiny", messages=MESSAGES, response_format=Place)
-    assert answer.choices[0].message.parsed == Place(city="Paris", days=3)
+    completion = served.client.chat.completions.parse(model="tiny", messages=MESSAGES, response_format=Place)
+    assert completion.choices[0].message.parsed == Place(city="Paris", days=3)
     grammar = served.engine.submitted[0].sampling.grammar
     assert (grammar.kind, "city" in grammar.text) == ("json_schema", True)
 
@@ -216,7 +218,7 @@ def test_a_client_that_gives_up_waiting_frees_its_request_at_once(served: Served
 
 
 def test_each_step_arrives_when_it_is_made(served: Served) -> None:
-    """Nothing between the engine and the socket collects events: the first is there long before the last."""
+    """Nothing between the engine and the socket buffers events: the first arrives long before the last."""
     served.engine = make_engine(step_s=0.1, max_step=3)
     start = time.perf_counter()
     arrivals = []
@@ -227,7 +229,7 @@ def test_each_step_arrives_when_it_is_made(served: Served) -> None:
 
 
 def test_a_long_prompt_does_not_hold_up_running_streams(served: Served) -> None:
-    """Megabytes are tokenised beside the event loop; a stream of 5 ms steps goes on."""
+    """Long prompts are tokenised in a thread, so a stream with 5 ms steps goes on."""
     served.engine = make_engine(script=CODEC.encode("go " * 300), step_s=0.005, max_step=1)
     gaps, is_done = [], threading.Event()
 

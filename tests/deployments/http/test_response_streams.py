@@ -1,4 +1,4 @@
-"""The time a request may take: what comes in time passes, what does not is cut off, and other cancellations stay."""
+"""The deadline of a stream: deltas before it pass, later ones raise, and other cancellations still cancel."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from deployments.openai.responses import TextDelta
 
 
 class Source:
-    """Pieces at an interval; knows when it was closed."""
+    """Deltas at an interval. Records its closing."""
 
     def __init__(self, num_pieces: int, interval_s: float) -> None:
         self._num_pieces = num_pieces
         self._interval_s = interval_s
         self.is_closed = False
 
-    async def pieces(self) -> AsyncGenerator[TextDelta, None]:
+    async def deltas(self) -> AsyncGenerator[TextDelta, None]:
         try:
             for number in range(self._num_pieces):
                 await asyncio.sleep(self._interval_s)
@@ -30,11 +30,11 @@ class Source:
 
 
 def test_what_comes_in_time_passes_whoever_asks() -> None:
-    """Each piece is asked for by a task of its own, as the first and the others are in a request."""
+    """A separate task asks for each delta, as a request does for the first one."""
     source = Source(5, 0.001)
 
     async def run() -> list[str]:
-        timed, texts = until(source.pieces(), timeout_s=30.0), []
+        timed, texts = until(source.deltas(), timeout_s=30.0), []
         for _ in range(5):
             texts.append((await asyncio.ensure_future(anext(timed))).text)  # type: ignore[arg-type]
         with pytest.raises(StopAsyncIteration):
@@ -47,12 +47,12 @@ def test_what_comes_in_time_passes_whoever_asks() -> None:
 
 @pytest.mark.parametrize("interval_s", [60.0, 0.03])
 def test_what_takes_too_long_is_cut_off_and_its_source_closed(interval_s: float) -> None:
-    """Whether nothing comes at all, or one piece after another."""
+    """Both without any delta and with one delta after another."""
     source = Source(1000, interval_s)
 
     async def run() -> None:
         with pytest.raises(DeadlineExceeded, match=r"within 0\.1 s"):
-            async for _ in until(source.pieces(), timeout_s=0.1):
+            async for _ in until(source.deltas(), timeout_s=0.1):
                 pass
         task = asyncio.current_task()
         assert task is not None
@@ -64,7 +64,7 @@ def test_what_takes_too_long_is_cut_off_and_its_source_closed(interval_s: float)
 
 def test_time_over_while_nobody_asks_counts_too() -> None:
     async def run() -> None:
-        timed = until(Source(2, 0.0).pieces(), timeout_s=0.02)
+        timed = until(Source(2, 0.0).deltas(), timeout_s=0.02)
         await anext(timed)
         await asyncio.sleep(0.05)
         with pytest.raises(DeadlineExceeded):
@@ -77,7 +77,7 @@ def test_a_cancellation_from_elsewhere_is_one() -> None:
     source = Source(1, 60.0)
 
     async def run() -> None:
-        task = asyncio.ensure_future(anext(until(source.pieces(), timeout_s=30.0)))  # type: ignore[arg-type]
+        task = asyncio.ensure_future(anext(until(source.deltas(), timeout_s=30.0)))  # type: ignore[arg-type]
         await asyncio.sleep(0.02)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -1,7 +1,7 @@
 """Requests generated from the server's own OpenAPI document, right ones and wrong ones, over a fake engine.
 
-The promise: no answer is a 5xx, none takes long, each is of a documented status, type and shape, and what the document
-forbids is refused. A few hundred requests always, thousands where slow tests run; seeded, so a failure comes back.
+Promise: no response is a 5xx or takes long, each has a documented status, type and shape, and everything that the
+document forbids is refused. A few hundred requests always, thousands with slow tests; seeded, so failures repeat.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deployments.http.app import build_api
 from deployments.http.openapi import openapi_document
 
 DEADLINE_S = 10.0
-"""For one request on a busy machine; the usual time is milliseconds."""
+"""Bound for one request on a busy machine; the usual time is milliseconds."""
 CODEC = tool_codec("hermes")
 SCHEMA = schemathesis.openapi.from_dict(json.loads(openapi_document("tiny")))
 OPERATIONS = {f"{op.method.upper()} {op.path}": op for op in (found.ok() for found in SCHEMA.get_all_operations())}
@@ -34,7 +34,7 @@ GETS = [name for name in OPERATIONS if name.startswith("GET")]
 
 
 def sensible(body: Any, *, streams: bool) -> Any:
-    """A body of the right shape, changed so that its fields also go together; much would be refused early otherwise."""
+    """A valid body whose fields are also compatible; otherwise most bodies would be refused early."""
     if not isinstance(body, dict):
         return body
     body = copy.deepcopy(body)
@@ -92,7 +92,7 @@ async def send(app: Any, case: schemathesis.Case) -> httpx.Response:
 
 
 def run(name: str, mode: GenerationMode, num_requests: int, *, is_sensible: bool = False) -> Counter[int]:
-    """Send so many requests of an operation; how often each status came."""
+    """Send requests of an operation; returns the count of each status."""
     engine = make_engine(max_step=8)
     app = build_api(dependencies(engine, CODEC, replace(LIMITS, max_body_bytes=2**20)))
     checks = [

@@ -1,4 +1,4 @@
-"""Event streams: framing, order of events, errors in mid-stream, and who closes what."""
+"""Event streams: framing, order of events, errors after the first event, and closing."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from deployments.openai.responses import TextDelta
 from engine.errors import EngineUnavailable
 
 
-def piece(text: str, *, finish_reason: str | None = None, num_completion: int = 1) -> TextDelta:
+def text_delta(text: str, *, finish_reason: str | None = None, num_completion: int = 1) -> TextDelta:
     return TextDelta(text, finish_reason, num_completion, num_cached=2, num_drafted=5, num_accepted=3)
 
 
 class Source:
-    """Pieces, then an error if there is one; remembers whether it was closed."""
+    """Deltas, then an error if there is one. Records its closing."""
 
-    def __init__(self, *pieces: TextDelta, error: Exception | None = None, is_endless: bool = False) -> None:
+    def __init__(self, *deltas: TextDelta, error: Exception | None = None, is_endless: bool = False) -> None:
         self.is_closed = False
-        self._pieces, self._error, self._is_endless = pieces, error, is_endless
+        self._deltas, self._error, self._is_endless = deltas, error, is_endless
 
     async def run(self) -> AsyncGenerator[TextDelta, None]:
         try:
-            for item in self._pieces:
+            for item in self._deltas:
                 yield item
             if self._error:
                 raise self._error
             while self._is_endless:
-                yield self._pieces[-1]
+                yield self._deltas[-1]
         finally:
             self.is_closed = True
 
@@ -43,12 +43,12 @@ def writer(choice_format: ChatFormat | CompletionFormat) -> ResponseWriter:
 
 
 def events(source: Source, choice_format=None, *, includes_usage: bool = False) -> tuple[list[bytes], list[object]]:
-    """What was sent, item by item, and the decoded events."""
+    """The sent items, and the decoded events."""
 
     async def run() -> list[bytes]:
-        pieces = source.run()
-        first = await anext(pieces)
-        stream = event_bytes(first, pieces, writer(choice_format or ChatFormat()), includes_usage=includes_usage)
+        deltas = source.run()
+        first = await anext(deltas)
+        stream = event_bytes(first, deltas, writer(choice_format or ChatFormat()), includes_usage=includes_usage)
         return [item async for item in stream]
 
     sent = asyncio.run(run())
@@ -60,7 +60,7 @@ def events(source: Source, choice_format=None, *, includes_usage: bool = False) 
 
 
 def test_a_chat_stream_has_role_first_finish_reason_last_then_done() -> None:
-    source = Source(piece("one\n"), piece(""), piece("two"), piece("", finish_reason="stop"))
+    source = Source(text_delta("one\n"), text_delta(""), text_delta("two"), text_delta("", finish_reason="stop"))
     sent, (first, second, last, done) = events(source)
     assert len(sent) == 3, "a step that shows nothing sends nothing; the last step sends all that ends the stream"
     assert first == {
@@ -85,7 +85,7 @@ def test_a_chat_stream_has_role_first_finish_reason_last_then_done() -> None:
 
 
 def test_usage_comes_in_its_own_chunk_and_is_null_before() -> None:
-    source = Source(piece("a"), piece("b", finish_reason="length", num_completion=9))
+    source = Source(text_delta("a"), text_delta("b", finish_reason="length", num_completion=9))
     _, (first, last, usage, done) = events(source, CompletionFormat(), includes_usage=True)
     assert first["usage"] is None
     assert last["usage"] is None
@@ -104,7 +104,7 @@ def test_usage_comes_in_its_own_chunk_and_is_null_before() -> None:
 
 
 def test_an_answer_of_no_text_still_has_a_role_and_content() -> None:
-    _, (only, _) = events(Source(piece("", finish_reason="stop")))
+    _, (only, _) = events(Source(text_delta("", finish_reason="stop")))
     assert only["choices"][0]["delta"] == {"role": "assistant", "content": ""}
 
 
@@ -116,7 +116,7 @@ def test_an_answer_of_no_text_still_has_a_role_and_content() -> None:
     ],
 )
 def test_an_error_in_mid_stream_is_one_event_and_no_done(error: Exception, code: str, message: str) -> None:
-    source = Source(piece("a"), error=error)
+    source = Source(text_delta("a"), error=error)
     _, (_, last) = events(source)
     assert last["error"]["code"] == code
     assert last["error"]["message"] == message
@@ -124,8 +124,8 @@ def test_an_error_in_mid_stream_is_one_event_and_no_done(error: Exception, code:
 
 
 async def respond(source: Source, receive, send) -> None:
-    pieces = source.run()
-    stream = event_bytes(await anext(pieces), pieces, writer(ChatFormat()), includes_usage=False)
+    deltas = source.run()
+    stream = event_bytes(await anext(deltas), deltas, writer(ChatFormat()), includes_usage=False)
     await EventStreamResponse(stream)({"type": "http"}, receive, send)
 
 
@@ -138,7 +138,7 @@ def test_a_client_that_leaves_closes_the_source_even_while_sending_blocks() -> N
     """A client that reads nothing blocks `send`; the generator is then suspended outside its own code."""
 
     async def run() -> None:
-        source, is_blocked = Source(piece("a"), is_endless=True), asyncio.Event()
+        source, is_blocked = Source(text_delta("a"), is_endless=True), asyncio.Event()
 
         async def send(message: dict[str, object]) -> None:
             if message.get("body"):
@@ -156,10 +156,10 @@ def test_a_client_that_leaves_closes_the_source_even_while_sending_blocks() -> N
 
 
 def test_cancelling_the_response_closes_the_source() -> None:
-    """This is how Serve tells of a client that left."""
+    """Serve reports a client that disconnected in this way."""
 
     async def run() -> None:
-        source, is_sending = Source(piece("a"), is_endless=True), asyncio.Event()
+        source, is_sending = Source(text_delta("a"), is_endless=True), asyncio.Event()
 
         async def send(message: dict[str, object]) -> None:
             if message.get("body"):
@@ -178,7 +178,7 @@ def test_cancelling_the_response_closes_the_source() -> None:
 
 def test_a_connection_that_breaks_closes_the_source() -> None:
     async def run() -> None:
-        source = Source(piece("a"), is_endless=True)
+        source = Source(text_delta("a"), is_endless=True)
 
         async def send(message: dict[str, object]) -> None:
             if message.get("body"):
@@ -194,9 +194,9 @@ def test_an_event_costs_tens_of_microseconds() -> None:
     """Loose bound for a busy machine; the usual cost is about 5 us."""
 
     async def run() -> float:
-        source = Source(piece("x" * 20), is_endless=True)
-        pieces = source.run()
-        stream = event_bytes(await anext(pieces), pieces, writer(ChatFormat()), includes_usage=False)
+        source = Source(text_delta("x" * 20), is_endless=True)
+        deltas = source.run()
+        stream = event_bytes(await anext(deltas), deltas, writer(ChatFormat()), includes_usage=False)
         start = time.perf_counter()
         for _ in range(2000):
             await anext(stream)
@@ -212,7 +212,7 @@ def test_an_event_costs_tens_of_microseconds() -> None:
 def test_a_chunk_of_text_is_what_the_encoder_would_have_made_of_it(
     choice_format: ChatFormat | CompletionFormat, includes_usage: bool
 ) -> None:
-    """Such chunks are written from a template; the first of an answer and those that say more are not."""
+    """Text-only chunks are written from a template; the first chunk and those with more fields are not."""
     fast, slow = writer(choice_format), writer(choice_format)
     for index in range(3):
         for text in ("a", ' "quoted" \\ and\n', "naïve 🙂", "\x00\x1f\u2028", "</script>", TEXT_PLACEHOLDER):

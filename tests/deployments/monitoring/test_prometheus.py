@@ -22,7 +22,7 @@ WINDOW = "10s"
 
 
 def count_something(counters: MetricCounters, scale: float) -> None:
-    """Move every metric once; counters by `scale`, and as much for each value of their labels."""
+    """Change every metric once: counters by `scale` for each value of their labels."""
     for metric in METRICS:
         if metric.alias_of:
             continue
@@ -86,7 +86,7 @@ def test_per_replica_queries_return_every_replica(prometheus: Prometheus) -> Non
 
 
 def test_counters_of_replicas_add_up(prometheus: Prometheus) -> None:
-    """The second replica counts twice as much as the first, so of the sum it is two thirds."""
+    """The second replica counts twice as much as the first: two thirds of the sum."""
     rates = prometheus.values("sum by (replica) (rate(paceline_emitted_tokens_total[10s]))")
     by_name = {dict(labels)["replica"]: value for labels, value in rates.items()}
     assert by_name["r2"] / sum(by_name.values()) == pytest.approx(2 / 3, abs=0.1)

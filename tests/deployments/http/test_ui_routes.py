@@ -1,4 +1,4 @@
-"""The live page: what is served and how, the numbers it draws, and that a traced stream tells the truth.
+"""The web page: its files and headers, the data of its charts, and the trace of a stream.
 
 No browser here; tests/e2e/test_ui_browser.py has one.
 """
@@ -153,7 +153,7 @@ def test_since_must_be_a_time(since: str) -> None:
 
 def test_a_lost_controller_is_an_ordinary_error() -> None:
     async def lost(since_s: float) -> HistoryView:
-        raise EngineUnavailable("The controller does not answer; try again soon")
+        raise EngineUnavailable("The controller does not respond; try again soon")
 
     response = get("/ui/data", lost)
     assert (response.status_code, error_of(response)["code"]) == (503, "engine_unavailable")
@@ -243,7 +243,7 @@ def test_the_engine_names_the_origin_of_each_token(k: int) -> None:
 
 
 def test_data_is_small() -> None:
-    """Polled every second: an answer about one busy second stays below 2 kB, ten minutes below 600 kB."""
+    """The page polls every second: one busy second takes less than 2 kB, ten minutes less than 600 kB."""
     history = History()
     reasons = {"plan": 10, "acceptance": 3, "batch": 2, "probe": 1}
     for second in range(KEPT_S):

@@ -1,0 +1,53 @@
+"""The observability of a replica: its metrics endpoint, its target file, and the requests that it records."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+from api_harness import make_engine
+from scraping import scrape
+
+from deployments.monitoring.replica_observer import ReplicaObserver
+from deployments.settings import AppSettings
+from engine.messages import SamplingParams, Submit
+from engine.metrics.counters import MetricCounters, MetricSnapshot
+
+LABELS = ("app", "replica", "model")
+
+
+def test_replicas_are_targets_of_their_own(tmp_path: Path) -> None:
+    """Two replicas in one process: each exposes its metrics, writes a target file, and removes it at the end."""
+    settings = AppSettings.parse({"engine": {"model": "smollm2"}, "metrics_dir": str(tmp_path)})
+
+    async def read_engine() -> MetricSnapshot:
+        counters = MetricCounters()
+        counters.add("paceline_steps_total", 11)
+        return counters.read()
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        replicas = [
+            ReplicaObserver(settings, make_engine(), read_engine, app="app", replica=name) for name in ("one", "two")
+        ]
+        for replica in replicas:
+            replica.start(loop, node_ip="192.0.2.1")
+        submit = Submit(request_id="x", prompt=(1, 2), sampling=SamplingParams(max_tokens=4))
+        async for _ in replicas[1].engine.generate(submit):
+            pass
+        ended = {}
+        for file in tmp_path.glob("*.json"):
+            (entry,) = json.loads(file.read_text())
+            values = await asyncio.to_thread(scrape, int(entry["targets"][0].rpartition(":")[2]))
+            labels = {name: entry["labels"][name] for name in LABELS}
+            assert labels["model"] == "smollm2"
+            assert values[("paceline_steps_total", tuple(sorted(labels.items())))] == 11
+            reason = tuple(sorted((labels | {"reason": "length"}).items()))
+            ended[labels["replica"]] = values[("paceline_requests_total", reason)]
+        assert ended == {"one": 0, "two": 1}
+        for replica in replicas:
+            await asyncio.to_thread(replica.close)
+
+    asyncio.run(run())
+    assert list(tmp_path.iterdir()) == []
