@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable
 
 from engine.errors import EngineError
-from engine.ipc.wire import HEADER, AbortCommand, Event, SubmitCommand, decode_command, frame, frame_len
+from engine.ipc.wire import HEADER, AbortCommand, Event, SubmitCommand, decode_command, encode_frame, frame_len
 from engine.messages import Submit
 
 _log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class ShardSocket:
 
         Waking the writing thread costs a switch in the middle of a step, so it is left to sleep where it can.
         """
-        data = frame(event)
+        data = encode_frame(event)
         with self._lock:
             connection = self._connection
             if self._num_queued == 0 and connection is not None:
