@@ -41,7 +41,7 @@ from engine.ipc.wire import (
     SubmitCommand,
     decode_command,
     decode_event,
-    frame,
+    encode_frame,
     frame_len,
 )
 from engine.messages import Delta, GrammarSpec, SamplingParams, Submit
@@ -154,9 +154,9 @@ SUBMIT = Submit(
     sampling=SamplingParams(logit_bias=((5, 1.0),), grammar=GrammarSpec(kind="regex", text="a"), seed=3),
 )
 MESSAGES = [
-    frame(SubmitCommand(SUBMIT))[HEADER.size :],
-    frame(AbortCommand("r"))[HEADER.size :],
-    frame(StepDeltas((Delta(request_id="r", token_ids=(1, 2), finish_reason="stop"),)))[HEADER.size :],
+    encode_frame(SubmitCommand(SUBMIT))[HEADER.size :],
+    encode_frame(AbortCommand("r"))[HEADER.size :],
+    encode_frame(StepDeltas((Delta(request_id="r", token_ids=(1, 2), finish_reason="stop"),)))[HEADER.size :],
 ]
 PACKED = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(-(2**40), 2**40), st.text(max_size=5), st.binary(max_size=5)),

@@ -21,7 +21,7 @@ from deployments.text.tokenizer import TextCodec
 from engine.checkpoint.store import EMBEDDED, resolve_model
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineUnavailable
-from engine.ipc.wire import HEADER, StepDeltas, SubmitCommand, decode_event, frame, frame_len
+from engine.ipc.wire import HEADER, StepDeltas, SubmitCommand, decode_event, encode_frame, frame_len
 from engine.messages import Delta, SamplingParams, Submit
 from engine.model.device import threads_per_shard
 
@@ -121,7 +121,7 @@ class BareEngine:
         if following is not None:
             index, submit = following
             running[submit.request_id] = _Running(index, time.perf_counter())
-            self._connection.sendall(frame(SubmitCommand(submit)))
+            self._connection.sendall(encode_frame(SubmitCommand(submit)))
 
     def _deltas(self) -> tuple[Delta, ...]:
         event = decode_event(self._stream.read(frame_len(self._stream.read(HEADER.size))))

@@ -22,7 +22,7 @@ from engine.ipc.wire import (
     StepDeltas,
     SubmitCommand,
     decode_event,
-    frame,
+    encode_frame,
     frame_len,
 )
 from engine.messages import Delta, Submit
@@ -84,7 +84,7 @@ class ShardClient:
         self._in_flight[submit.request_id] = inbox
         finished = False
         try:
-            self._writer.write(frame(SubmitCommand(submit)))
+            self._writer.write(encode_frame(SubmitCommand(submit)))
             while not finished:
                 item = await inbox.get()
                 finished = isinstance(item, EngineError) or item.finish_reason is not None
@@ -96,7 +96,7 @@ class ShardClient:
         finally:
             del self._in_flight[submit.request_id]
             if not finished:
-                self._writer.write(frame(AbortCommand(submit.request_id)))
+                self._writer.write(encode_frame(AbortCommand(submit.request_id)))
 
     def give_up(self, reason: str) -> None:
         """End every request in flight with EngineUnavailable, because the engine is dead or hangs."""

@@ -7,7 +7,6 @@ threads at once. Does not know requests, limits or streams; the state of a strea
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from deployments.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from deployments.text.logprobs import TokenName
 from deployments.text.tool_calls import OPEN, ToolForm, detect_form
+from engine.checkpoint.model_config import eos_token_ids
 from engine.errors import ConfigError, InvalidRequest
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
@@ -65,10 +65,11 @@ class TextCodec:
         """
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-            eos_token_ids = _eos_token_ids(Path(folder), tokenizer)
+            own = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+            stop_token_ids = (*own, *eos_token_ids(Path(folder)))
         except Exception as error:  # the library raises anything for what is wrong
             raise ConfigError(f"model: no usable tokenizer in {folder}: {error}") from error
-        return cls(tokenizer, eos_token_ids=eos_token_ids, use_window=use_window)
+        return cls(tokenizer, eos_token_ids=stop_token_ids, use_window=use_window)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of `text`, with the tokenizer's own prefix (a BOS, say) unless switched off."""
@@ -158,19 +159,6 @@ class TextCodec:
         if self._token_bytes is not None:
             return ByteDetokenizer(self._token_bytes)
         return WindowDetokenizer(self.decode)
-
-
-def _eos_token_ids(folder: Path, tokenizer: Any) -> set[int]:
-    """EOS ids of generation_config.json (or config.json where that names none) and of the tokenizer."""
-    eos_token_ids = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        if not path.is_file():
-            continue
-        given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        if given is not None:
-            return eos_token_ids | set(given if isinstance(given, list) else [given])
-    return eos_token_ids
 
 
 def _tool_form(tokenizer: Any) -> ToolForm | None:

@@ -86,12 +86,7 @@ class ModelConfig:
             ConfigError: a file is missing or unreadable, or a reason of `parse`.
         """
         values = _read_json(folder / "config.json")
-        generation = folder / "generation_config.json"
-        if generation.is_file():
-            eos = _read_json(generation).get("eos_token_id")
-            if eos is not None:
-                values["eos_token_id"] = eos
-        return cls.parse(values)
+        return cls.parse(values | {"eos_token_id": list(eos_token_ids(folder))})
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> ModelConfig:
@@ -141,6 +136,19 @@ class ModelConfig:
             architecture=(architecture := _architecture(values)),
             feature_layers=_feature_layers(values) if architecture == "eagle" else (),
         )
+
+
+def eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """Ids of the tokens that end a text: those of generation_config.json, or of config.json where it names none.
+
+    Raises:
+        ConfigError: a file is unreadable, or holds something else than a token id or a list of them.
+    """
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if path.is_file() and (eos := _read_json(path).get("eos_token_id")) is not None:
+            return _eos({"eos_token_id": eos})
+    return ()
 
 
 class _Keys:

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable
 
 from engine.errors import EngineError
-from engine.ipc.wire import HEADER, AbortCommand, Event, SubmitCommand, decode_command, frame, frame_len
+from engine.ipc.wire import HEADER, AbortCommand, Event, SubmitCommand, decode_command, encode_frame, frame_len
 from engine.messages import Submit
 
 _log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class ShardSocket:
 
         The writing thread is woken only when something is queued: waking it costs a context switch during a step.
         """
-        data = frame(event)
+        data = encode_frame(event)
         with self._lock:
             connection = self._connection
             if self._num_queued == 0 and connection is not None:

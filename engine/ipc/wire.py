@@ -60,7 +60,7 @@ _commands = msgspec.msgpack.Decoder(Command)
 _events = msgspec.msgpack.Decoder(Event)
 
 
-def frame(message: Command | Event) -> bytes:
+def encode_frame(message: Command | Event) -> bytes:
     """A message as bytes, preceded by its length."""
     payload = _encoder.encode(message)
     return HEADER.pack(len(payload)) + payload

@@ -5,7 +5,7 @@ Owns which tokens can spell text at all: special ones never do, whatever their n
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import xgrammar
@@ -13,15 +13,16 @@ import xgrammar
 from engine.errors import InvalidRequest
 
 
-def load_tokenizer_info(folder: Path, vocab_size: int) -> xgrammar.TokenizerInfo:
-    """Read tokenizer.json and the EOS ids.
+def load_tokenizer_info(folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> xgrammar.TokenizerInfo:
+    """Read tokenizer.json.
 
     Args:
         folder: of the model.
         vocab_size: columns of the model's logits.
+        eos_token_ids: ids of the tokens that end a text.
 
     Raises:
-        InvalidRequest: there is no such tokenizer, so that no request can have a grammar.
+        InvalidRequest: there is no such tokenizer or no such token, so that no request can have a grammar.
     """
     from transformers import PreTrainedTokenizerFast  # slow to import, and needed only once a grammar is asked for
 
@@ -29,7 +30,9 @@ def load_tokenizer_info(folder: Path, vocab_size: int) -> xgrammar.TokenizerInfo
     if not path.is_file():
         raise InvalidRequest(f"grammar: the model has no tokenizer.json, which grammars need ({folder.name})")
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
-    stop_token_ids = _eos_token_ids(folder)
+    stop_token_ids = list(eos_token_ids)
+    if not stop_token_ids:
+        raise InvalidRequest(f"grammar: the model names no eos_token_id, so no text could end ({folder.name})")
     spelt = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=stop_token_ids)
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     encoded = [""] * vocab_size
@@ -43,14 +46,3 @@ def load_tokenizer_info(folder: Path, vocab_size: int) -> xgrammar.TokenizerInfo
         stop_token_ids=stop_token_ids,
         add_prefix_space=spelt.add_prefix_space,
     )
-
-
-def _eos_token_ids(folder: Path) -> list[int]:
-    """Of generation_config.json, or of config.json where that names none."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        if path.is_file():
-            given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-            if given is not None:
-                return [int(token) for token in (given if isinstance(given, list) else [given])]
-    raise InvalidRequest(f"grammar: the model names no eos_token_id, so no text could end ({folder.name})")

@@ -81,8 +81,8 @@ class DraftWorker:
         )
         self._own_threads = draft.decoder.own_threads
         config = draft.decoder.config
-        target_vocab = ModelConfig.load(self._target_folder).vocab_size
-        width = config.draft_vocab_size or min(config.vocab_size, target_vocab)
+        target = ModelConfig.load(self._target_folder)
+        width = config.draft_vocab_size or min(config.vocab_size, target.vocab_size)
         num_blocks = self._num_blocks(config, dtype)
         architecture = _architecture(draft, width, num_blocks=num_blocks, block_size=self._config.kv_block_size)
         self._pool = pool = BlockPool(
@@ -93,7 +93,7 @@ class DraftWorker:
         )
         self._memory_bytes += num_blocks * pool.block_size * kv_bytes_per_token(config, dtype=dtype)
         vocab = draft.decoder.draft_vocab
-        grammars = Grammars(lambda: load_tokenizer_info(self._target_folder, target_vocab))
+        grammars = Grammars(lambda: load_tokenizer_info(self._target_folder, target.vocab_size, target.eos_token_ids))
         self._proposer = Proposer(
             architecture, pool, vocab=vocab, max_model_len=config.max_model_len, grammars=grammars
         )

@@ -62,7 +62,8 @@ class Leader:
             max_step_tokens=config.max_step_tokens,
             max_model_len=shard.max_model_len,
         )
-        vocab_size = shard.runner.model.config.vocab_size
+        model_config = shard.runner.model.config
+        vocab_size = model_config.vocab_size
         remote = self._remote_drafter() if config.speculative.method in DRAFT_METHODS else None
         self.engine = Engine(
             scheduler=scheduler,
@@ -72,7 +73,7 @@ class Leader:
             publish=lambda deltas: self._send(StepDeltas(deltas)),
             pacer=pacer,
             observers=observers,
-            grammars=Grammars(lambda: load_tokenizer_info(shard.folder, vocab_size)),
+            grammars=Grammars(lambda: load_tokenizer_info(shard.folder, vocab_size, model_config.eos_token_ids)),
         )
         self._draft_connection = self._connection(remote) if remote is not None else None
         # Last, because its threads may call the engine.

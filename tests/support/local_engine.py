@@ -19,7 +19,16 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.config import EngineConfig
 from engine.core.pacing import Pacer
 from engine.core.stats import StepStats
-from engine.ipc.wire import HEADER, AbortCommand, DraftStatus, StepDeltas, SubmitCommand, decode_event, frame, frame_len
+from engine.ipc.wire import (
+    HEADER,
+    AbortCommand,
+    DraftStatus,
+    StepDeltas,
+    SubmitCommand,
+    decode_event,
+    encode_frame,
+    frame_len,
+)
 from engine.messages import Delta, Submit
 from engine.workers.bring_up import bring_up_locally
 from engine.workers.draft_worker import DraftWorker
@@ -105,7 +114,7 @@ class LocalEngine:
         pending = set(out)
         self._hold_until(len(submits))
         for submit in submits:
-            self._socket.sendall(frame(SubmitCommand(submit)))
+            self._socket.sendall(encode_frame(SubmitCommand(submit)))
         while pending:
             event = self._event()
             assert isinstance(event, StepDeltas), event
@@ -123,7 +132,7 @@ class LocalEngine:
         return self.leader.engine.scheduler.num_preempted
 
     def abort(self, request_id: str) -> None:
-        self._socket.sendall(frame(AbortCommand(request_id)))
+        self._socket.sendall(encode_frame(AbortCommand(request_id)))
 
     def _hold_until(self, num_commands: int) -> None:
         """Keep the engine from stepping until so many commands have arrived, so that they share a step in every run."""

@@ -24,7 +24,7 @@ from engine.ipc.wire import (
     SubmitCommand,
     decode_command,
     decode_event,
-    frame,
+    encode_frame,
     frame_len,
 )
 from engine.messages import Delta, ErrorKind, SamplingParams, Submit
@@ -142,12 +142,12 @@ def test_a_replica_that_reads_late_holds_nobody_up_and_misses_nothing() -> None:
     echo, connection = Echo(), socket.socket(socket.AF_UNIX)
     with connection:
         connection.connect(echo.socket.path)
-        connection.sendall(frame(SubmitCommand(submit("hello", 1))))
+        connection.sendall(encode_frame(SubmitCommand(submit("hello", 1))))
         stream = connection.makefile("rb")
         event = decode_event(stream.read(frame_len(stream.read(HEADER.size))))
         assert isinstance(event, StepDeltas)
         sent = [StepDeltas((Delta(request_id=str(i), token_ids=tuple(range(i % 977))),)) for i in range(3000)]
-        assert sum(len(frame(event)) for event in sent) > 2 << 20, "no buffer is that large"
+        assert sum(len(encode_frame(event)) for event in sent) > 2 << 20, "no buffer is that large"
         for step in sent:
             echo.socket.send(step)
         for step in sent:
@@ -216,4 +216,4 @@ def test_only_declared_messages_decode(payload: bytes) -> None:
 def test_a_frame_of_unbelievable_length_is_refused() -> None:
     with pytest.raises(EngineError, match="bytes"):
         frame_len(HEADER.pack(2**32 - 1))
-    assert decode_command(frame(SubmitCommand(submit("r", 1, 2)))[HEADER.size :]).submit.prompt == (1, 2)  # type: ignore[union-attr]
+    assert decode_command(encode_frame(SubmitCommand(submit("r", 1, 2)))[HEADER.size :]).submit.prompt == (1, 2)  # type: ignore[union-attr]

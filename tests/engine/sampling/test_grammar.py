@@ -250,7 +250,7 @@ def folder() -> Path:
 
 
 def test_special_tokens_never_spell_text(folder: Path) -> None:
-    grammars = Grammars(lambda: load_tokenizer_info(folder, 49152))
+    grammars = Grammars(lambda: load_tokenizer_info(folder, 49152, (2,)))
     matcher = Matcher(grammars.compile(GrammarSpec(kind="regex", text="[^x]*")), (2,))
     tokens = allowed(matcher)
     assert len(tokens) > 40_000
