@@ -61,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="names the sample (default: 1)")
     parser.add_argument("--only", default="", help="numbers of the sample to try, such as 3,17 (default: all)")
     parser.add_argument("--tests", nargs="*", default=[], help="further test files or folders")
+    parser.add_argument("--without", default="", help="tests to leave out, as an expression of pytest -k")
     parser.add_argument("--budget", type=float, default=60.0, help="CPU seconds of tests per mutant (default: 60)")
     parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sample = choose(tree, options.folder, options.num, options.seed)
         numbers = [int(number) for number in options.only.split(",") if number] or range(len(sample))
         tests = tests_of(tree, options.folder, options.tests)
-        chosen, left_out, seconds = choose_tests(tree, tests, options.budget)
+        chosen, left_out, seconds = choose_tests(tree, tests, options.budget, options.without)
         print(f"{len(chosen)} tests, {seconds:.0f} s; {len(left_out)} left out of the budget", flush=True)
         results = []
         for number in numbers:
@@ -123,12 +124,13 @@ def tests_of(tree: Path, folder: str, further: Sequence[str]) -> list[str]:
     return tests
 
 
-def choose_tests(tree: Path, tests: Sequence[str], budget: float) -> tuple[list[str], list[str], float]:
+def choose_tests(tree: Path, tests: Sequence[str], budget: float, without: str) -> tuple[list[str], list[str], float]:
     """Run the tests once, unchanged: those that fit the budget, the quick ones first, the others, and their seconds.
 
     Also imports everything that they need from outside the project into this process.
     """
-    status, report = run_tests(tree, tests, limit_s=3600, record=True)
+    selection = ["-k", f"not ({without})"] if without else []
+    status, report = run_tests(tree, [*selection, *tests], limit_s=3600, record=True)
     if status != 0:
         raise SystemExit(f"mutants: the tests fail before any change:\n{(tree / 'mutants.log').read_text()[-4000:]}")
     for name in report["modules"]:

@@ -102,3 +102,21 @@ def test_preempted_requests_go_first_and_anything_can_be_taken_out() -> None:
     assert queue.peek() is None
     with pytest.raises(IndexError):
         queue.pop()
+
+
+@pytest.mark.parametrize(("first", "second"), [("long", "short"), ("short", "long")])
+def test_a_long_response_is_charged_as_a_typical_one(first: str, second: str) -> None:
+    """10 + 256 tokens either way: equal charges are served in the order of arrival."""
+    queue = WaitingQueue()
+    tokens = {"long": 10_000, "short": 256}
+    for name in (first, second):
+        queue.add(make(name, client=name, tokens=tokens[name]))
+    assert drain(queue) == [first, second]
+
+
+def test_a_priority_s_share_is_four_times_that_of_the_next() -> None:
+    queue = WaitingQueue()
+    for i in range(40):
+        for priority in WEIGHTS:
+            queue.add(make(f"{priority}-{i}", priority=priority))
+    assert Counter(name.split("-")[0] for name in drain(queue)[:42]) == {"high": 32, "normal": 8, "low": 2}

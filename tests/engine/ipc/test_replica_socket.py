@@ -13,7 +13,16 @@ import pytest
 from buffer_children import eventually
 
 from engine.ipc.replica_socket import ShardSocket
-from engine.ipc.wire import HEADER, AbortCommand, DraftStatus, Event, SubmitCommand, decode_event, frame, frame_len
+from engine.ipc.wire import (
+    HEADER,
+    AbortCommand,
+    DraftStatus,
+    Event,
+    SubmitCommand,
+    decode_event,
+    encode_frame,
+    frame_len,
+)
 from engine.messages import SamplingParams, Submit
 
 SUBMIT = Submit(request_id="r", prompt=(1, 2), sampling=SamplingParams())
@@ -50,7 +59,7 @@ def read_event(connection: socket.socket) -> Event:
 
 def test_commands_reach_the_engine_in_order(served: Served) -> None:
     with connect(served) as replica:
-        replica.sendall(frame(SubmitCommand(submit=SUBMIT)) + frame(AbortCommand(request_id="r")))
+        replica.sendall(encode_frame(SubmitCommand(submit=SUBMIT)) + encode_frame(AbortCommand(request_id="r")))
         assert eventually(lambda: served.aborted == ["r"], 10)
         assert served.submitted == [SUBMIT]
         assert not served.abandoned.is_set()
@@ -73,7 +82,7 @@ def test_a_second_replica_is_refused_and_no_file_is_left(served: Served) -> None
 def test_a_replica_that_reads_nothing_never_blocks_the_sender(served: Served) -> None:
     events = [DraftStatus(up=bool(number % 2), reason=str(number) * 10_000) for number in range(200)]
     with connect(served) as replica:
-        replica.sendall(frame(AbortCommand(request_id="r")))
+        replica.sendall(encode_frame(AbortCommand(request_id="r")))
         assert eventually(lambda: bool(served.aborted), 10)
         start = time.monotonic()
         for event in events:
@@ -92,7 +101,7 @@ def test_nonsense_ends_the_connection(served: Served) -> None:
 def test_close_sends_what_is_queued_first(served: Served) -> None:
     event = DraftStatus(up=True, reason="x" * 1_000_000)
     with connect(served) as replica:
-        replica.sendall(frame(AbortCommand(request_id="r")))
+        replica.sendall(encode_frame(AbortCommand(request_id="r")))
         assert eventually(lambda: bool(served.aborted), 10)
         served.socket.send(event)
         served.socket.close()
@@ -104,7 +113,7 @@ def test_events_without_a_replica_are_dropped(served: Served) -> None:
     served.socket.send(DraftStatus(up=True, reason="early"))
     time.sleep(0.05)
     with connect(served) as replica:
-        replica.sendall(frame(AbortCommand(request_id="r")))
+        replica.sendall(encode_frame(AbortCommand(request_id="r")))
         assert eventually(lambda: bool(served.aborted), 10)
         late = DraftStatus(up=False, reason="late")
         served.socket.send(late)

@@ -1,0 +1,43 @@
+"""What a step teaches in which the draft reads exactly one committed token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from msgspec import structs
+from step_stats import make_step
+
+from autoscale.policy.cost_model import BATCH_KNOTS, ROW_KNOTS, CostModel, CostTable
+from engine.core.stats import StepStats
+
+
+def drafting_model() -> CostModel:
+    return CostModel(
+        CostTable(
+            tuple(0.010 for _ in ROW_KNOTS), tuple(0.001 for _ in BATCH_KNOTS), catch_up_s=0.0005, handoff_s=0.002,
+            overhead_s=0.001,
+        )
+    )  # fmt: skip
+
+
+def test_a_draft_that_reads_one_token_is_asked_and_costs_what_asking_costs() -> None:
+    costs = drafting_model()
+    assert costs.step_s(1, 0, 0, 0, 1) - costs.step_s(1, 0) == pytest.approx(0.002 + 0.0005)
+    assert costs.step_s(1, 0, 1, 1, 0) - costs.step_s(1, 0) == pytest.approx(0.002 + 0.001)
+
+
+def test_a_step_that_reads_one_token_teaches_the_draft_s_costs_and_not_the_plain_step_s() -> None:
+    costs = drafting_model()
+    step: StepStats = structs.replace(
+        make_step([], 1, step_s=0.03), num_caught_up=1, draft_s=0.004, verify_s=0.01, sample_s=0.0
+    )
+    for _ in range(50):
+        costs.observe(step)
+    assert costs.overhead_s == 0.001
+    assert costs.handoff_s == pytest.approx(0.03 - 0.01 - 0.004 - 0.001, rel=0.05)
+    assert costs.catch_up_s > 0.0006
+    plain = drafting_model()
+    plain.observe(structs.replace(step, num_caught_up=0, draft_s=0.0))
+    assert plain.overhead_s == pytest.approx(0.02)
+    assert (plain.handoff_s, plain.catch_up_s) == (0.002, 0.0005)
+    assert np.allclose(plain.table().pass_s, 0.001)
