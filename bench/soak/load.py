@@ -15,9 +15,9 @@ from typing import Any, Literal
 import aiohttp
 
 End = Literal["finished", "left", "deadline", "invalid", "refused", "failed", "wrong", "lost"]
-"""`finished`: a complete response. `left`: the client disconnected. `invalid`, `refused`, `deadline`, `failed`: one error
-of that kind. `wrong`: a text that differs from the first response to the same request. `lost`: neither an end nor an
-error."""
+"""`finished`: a complete response. `left`: the client disconnected. `invalid`, `refused`, `deadline`, `failed`: one
+error of that kind. `wrong`: a text that differs from the first response to the same request. `lost`: neither an end nor
+an error."""
 TIMEOUT_S = 300.0
 TOPICS = ("rivers", "birds", "bridges", "bread", "clouds", "trains", "islands", "paper")
 

@@ -166,7 +166,7 @@ def test_a_draft_starts_from_an_earlier_one(target: FrozenTarget, tmp_path: Path
     assert torch.allclose(wider.head.weight[:-2], earlier.head.weight[1:], atol=0.01)
     fresh, rows = wider.head.weight[-1], target.head_weight
     assert torch.allclose(fresh - 0.7 * (rows[vocabulary[-1]] - rows.mean(0)), earlier.head.weight.mean(0), atol=0.01)
-    with pytest.raises(DraftMismatchError, match=r"start_from: .* is eagle of 1 layers, wanted is eagle of 2"):
+    with pytest.raises(DraftMismatchError, match=r"start_from: .* is eagle of 1 layers, expected is eagle of 2"):
         start_from(eagle(target, 2), tmp_path / "earlier", target)
 
 
@@ -182,7 +182,7 @@ def test_quantised_rows_are_off_by_half_a_step_at_most() -> None:
     [
         ({"vocab_size": 512}, "vocab_size: the draft was made for 512, the target has 96"),
         ({"target": {"vocabulary_sha256": "abc"}}, "vocabulary_sha256: the draft was made for 'abc'"),
-        ({"feature_layers": [0]}, r"feature_layers: the draft needs \(0,\), the target taps \(0, 1\)"),
+        ({"feature_layers": [0]}, r"feature_layers: the draft needs \(0,\), the target yields \(0, 1\)"),
         ({"hidden_size": 64}, "hidden_size"),
     ],
 )

@@ -124,7 +124,7 @@ def test_the_command_makes_and_compares_drafts(tmp_path: Path) -> None:
     args = parser.parse_args(f"{compared} --max-answer 24 --dtype float32 --json {tmp_path}/out.json".split())
     assert args.run(args) == 0
     figures = json.loads((tmp_path / "out.json").read_text())["draft"]
-    assert figures["qa"]["num_answers"] == 2
+    assert figures["qa"]["num_responses"] == 2
     assert len(figures["all"]["per_position"]) == 5
     assert 1.0 <= figures["all"]["tokens_per_step"] <= 6.0
 
