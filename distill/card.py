@@ -86,8 +86,8 @@ def draft_card(
         f"# A draft for {args.target}",
         "",
         f"Architecture `{draft.architecture}`, {len(draft.layers)} layer(s), {parameters / 1e6:.1f} M parameters "
-        f"without the embedding, a head over {len(draft.vocabulary.draft_vocab)} tokens. The token embedding is that of "
-        "the target.",
+        f"without the embedding, a head over {len(draft.vocabulary.draft_vocab)} tokens. The token embedding is "
+        "that of the target.",
         f"Trained on {read:,} token positions in {seconds / 60:.0f} minutes, on text that the target generated.",
         "",
         "Made by `paceline distill run` with: " + ", ".join(f"{k}={v}" for k, v in sorted(options.items())) + ".",
