@@ -1,4 +1,4 @@
-"""Unrolled chains equal chains run one by one; drafts survive the disk and refuse other targets."""
+"""Unrolled chains equal chains run one by one; drafts are read back as written and refuse other targets."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def random_batch(rows: int, length: int) -> Batch:
 
 
 def chain_alone(draft: EagleDraft, batch: Batch, root: int, steps: int) -> list[torch.Tensor]:
-    """The chain of one root of row 0, run as serving runs it: everything seen so far is one causal sequence."""
+    """The chain of one root of row 0, run as in serving: all tokens so far are one causal sequence."""
     eps = draft.config.rms_norm_eps
     features = F.rms_norm(batch.features[:1].float(), (32,), eps=eps) * draft.feature_norm
     tokens = draft.token(rms_norm(draft.embed[batch.tokens[:1]], draft.token_norm, eps))
@@ -107,8 +107,8 @@ def test_unrolling_ends_with_the_row(target: FrozenTarget) -> None:
     assert [hidden.shape[1] for hidden in found.hidden] == [3, 2, 1]
 
 
-def test_feature_errors_vanish_where_the_stand_in_is_right(target: FrozenTarget) -> None:
-    """With carry zeroed the stand-in is zero and the relative error one; every root has one error per step."""
+def test_feature_errors_vanish_where_the_replacement_is_right(target: FrozenTarget) -> None:
+    """With `carry` zeroed the replacement is zero and the relative error one; every root has one error per step."""
     draft, batch = eagle(target, 1), random_batch(2, 8)
     with torch.no_grad():
         draft.carry.weight.zero_()
