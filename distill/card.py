@@ -1,6 +1,6 @@
-"""What people read: the table that compares drafts, the curves as a picture, the card in the draft's folder.
+"""Reports: the table that compares drafts, the plot of the curves, the card in the folder of a draft.
 
-Owns presentation only; figures come from `evaluate` and `trainer`.
+Owns presentation only. Figures come from `evaluate` and `trainer`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from distill.evaluate import Acceptance
 
 
 def table(results: Mapping[str, Mapping[str, Acceptance]], costs: Mapping[str, StepCosts] | None = None) -> Table:
-    """Drafts side by side: first-token acceptance and tokens per step by kind of work; then by position; then cost."""
+    """Drafts side by side: first-token acceptance and tokens per step by kind of work, by position, and cost."""
     shown = Table(title="acceptance, greedy: first token / tokens per verify step")
     shown.add_column("work")
     for name in results:
@@ -34,7 +34,7 @@ def table(results: Mapping[str, Mapping[str, Acceptance]], costs: Mapping[str, S
         ("by position, greedy", lambda a: " ".join(f"{v:.2f}" for v in a.per_position)),
         ("by position, sampled", lambda a: " ".join(f"{v:.2f}" for v in a.sampled)),
         ("first token, all positions", lambda a: f"{a.everywhere:.3f}"),
-        ("answers", lambda a: str(a.num_answers)),
+        ("responses", lambda a: str(a.num_responses)),
     ]
     for label, show in rows:
         shown.add_row(label, *[show(a) if a else "-" for a in total])
@@ -48,7 +48,7 @@ def table(results: Mapping[str, Mapping[str, Acceptance]], costs: Mapping[str, S
 
 
 def draw_curves(jsonl: Path, png: Path) -> bool:
-    """Loss and acceptance over tokens as a PNG; False where matplotlib is not installed or there is nothing to draw."""
+    """Write a PNG file of loss and acceptance over tokens; False without matplotlib or without curves."""
     try:
         import matplotlib  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
@@ -75,7 +75,7 @@ def draw_curves(jsonl: Path, png: Path) -> bool:
 def draft_card(
     draft: EagleDraft | SmallDraft, args: argparse.Namespace, work: Path, result: Mapping[str, Acceptance]
 ) -> str:
-    """The README of a draft folder: what it is, how it was made, what it gives."""
+    """The README of a draft folder: architecture, options of the run, acceptance."""
     lines = _curves(work / "curves.jsonl")
     read, seconds = (lines[-1]["tokens"], lines[-1]["seconds"]) if lines else (0, 0.0)
     options = {
@@ -86,8 +86,9 @@ def draft_card(
         f"# A draft for {args.target}",
         "",
         f"Architecture `{draft.architecture}`, {len(draft.layers)} layer(s), {parameters / 1e6:.1f} M parameters "
-        f"of its own, a head over {len(draft.vocabulary.draft_vocab)} tokens; the token embedding is the target's.",
-        f"Trained on {read:,} token positions in {seconds / 60:.0f} minutes, on text that the target wrote itself.",
+        f"without the embedding, a head over {len(draft.vocabulary.draft_vocab)} tokens. The token embedding is "
+        "that of the target.",
+        f"Trained on {read:,} token positions in {seconds / 60:.0f} minutes, on text that the target generated.",
         "",
         "Made by `paceline distill run` with: " + ", ".join(f"{k}={v}" for k, v in sorted(options.items())) + ".",
         "",
@@ -104,5 +105,5 @@ def draft_card(
 
 
 def _curves(jsonl: Path) -> list[dict[str, Any]]:
-    """The lines written while training; none where nothing was trained."""
+    """Lines written in training; none where nothing was trained."""
     return [json.loads(line) for line in jsonl.read_text().splitlines()] if jsonl.exists() else []

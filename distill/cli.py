@@ -1,7 +1,7 @@
-"""`paceline distill`: the order of generating, training, measuring and writing.
+"""`paceline distill`: generate, train, measure and write, in this order.
 
-Owns the command's folder: `work/data` (shards), `work/train` (checkpoint, curves, the draft's vocabulary) and the draft
-itself. Options are in `options`; the work is done by the other modules.
+Owns the folder of the command: `work/data` (shards), `work/train` (checkpoint, curves, the draft's vocabulary) and the
+draft. Options are in `options`; the other modules do the work.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from engine.model.load import Model, load_model
 
 
 def run_distill(args: argparse.Namespace) -> int:
-    """Generate what is missing, train what is left of the budget, measure, write the draft; returns the exit status."""
+    """Generate missing data, train up to the budget, measure and write the draft; returns the exit status."""
     console = Console(stderr=True)
     folder, target = _open_target(args, args.feature_layers)
     data, work = args.out / "work" / "data", args.out / "work" / "train"
@@ -75,7 +75,7 @@ def run_distill(args: argparse.Namespace) -> int:
 
 
 def run_generate(args: argparse.Namespace) -> int:
-    """Only generate; returns the exit status. SIGTERM and Ctrl-C end it with finished documents saved."""
+    """Generate data; returns the exit status. SIGTERM and Ctrl-C end it after finished documents are saved."""
     folder = resolve_model(args.target)
     layers = args.feature_layers or default_features(folder)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -93,9 +93,9 @@ def run_eval(args: argparse.Namespace) -> int:
     layers = {tuple(json.loads((path / "config.json").read_text()).get("feature_layers", ())) for path in args.drafts}
     tapped = sorted(layers - {()})
     if len(tapped) > 1:
-        raise ConfigError(f"drafts: they tap different layers, {tapped}; compare those with equal layers")
+        raise ConfigError(f"drafts: they read different layers, {tapped}; compare drafts with equal layers")
     folder, target = _open_target(args, tapped[0] if tapped else None)
-    shards = answers_to(args, folder, target.feature_layers)
+    shards = responses_to(args, folder, target.feature_layers)
     results: dict[str, dict[str, Acceptance]] = {}
     costs: dict[str, StepCosts] = {}
     for path in args.drafts:
@@ -115,7 +115,7 @@ def run_eval(args: argparse.Namespace) -> int:
 def generate_corpus(
     args: argparse.Namespace, folder: Path, layers: tuple[int, ...], data: Path, console: Console
 ) -> None:
-    """Fill `data` up to `args.generate` tokens, all streams counted."""
+    """Fill `data` up to `args.generate` tokens over all streams."""
     num_tokens = args.generate - sum(len(Shard.open(path).tokens) for path in shard_paths([data]))
     if num_tokens <= 0:
         return
@@ -144,8 +144,8 @@ def _jobs(args: argparse.Namespace, chat: corpus.ChatFormat, tokenizer: Any, see
         )
     else:
         made: Iterator[Prompt] = prompts(collect(seed=args.seed, extra=_own_passages(args, tokenizer)), seed)
-        given = corpus.answers(chat, tokenizer, made, seed, max_answer=args.max_len // 2)
-    own = corpus.self_chat(chat, seed, max_answer=args.max_len // 2)
+        given = corpus.responses(chat, tokenizer, made, seed, max_response=args.max_len // 2)
+    own = corpus.self_chat(chat, seed, max_response=args.max_len // 2)
     if args.text:
         yield from corpus.plain_text(args.text, tokenizer, args.max_len)
     mixed = corpus.mixed([(args.chat_share, own), (1 - args.chat_share, given)], seed)
@@ -153,7 +153,7 @@ def _jobs(args: argparse.Namespace, chat: corpus.ChatFormat, tokenizer: Any, see
 
 
 def _own_passages(args: argparse.Namespace, tokenizer: Any) -> list[str]:
-    """Paragraphs of earlier token rows, several times over: prose on every subject beside the technical manuals."""
+    """Paragraphs of earlier token rows, repeated several times: general prose in addition to technical manuals."""
     if args.rows is None:
         return []
     texts = (text for row in np.load(args.rows) for text in tokenizer.decode(row).split("\n\n"))
@@ -161,7 +161,7 @@ def _own_passages(args: argparse.Namespace, tokenizer: Any) -> list[str]:
 
 
 def new_draft(args: argparse.Namespace, target: FrozenTarget, data: Path, work: Path) -> EagleDraft | SmallDraft:
-    """An initialised draft over the tokens that carry most of the target's mass in `data` when training began."""
+    """An initialised draft over the tokens with the largest probability mass in `data` at the start of training."""
     chosen = work / "draft_vocab.npy"
     if not chosen.exists():
         mass = token_mass(shard_paths([data]), target.config.vocab_size)
@@ -183,19 +183,21 @@ def new_draft(args: argparse.Namespace, target: FrozenTarget, data: Path, work: 
     return draft.to(target.device)
 
 
-def answers_to(args: argparse.Namespace, folder: Path, layers: tuple[int, ...]) -> list[Path]:
-    """Shards with the target's answers to `args.prompts`: greedy ones, and sampled ones to each second prompt."""
+def responses_to(args: argparse.Namespace, folder: Path, layers: tuple[int, ...]) -> list[Path]:
+    """Shards with the target's responses to `args.prompts`: greedy ones, and sampled ones to every second prompt."""
     done = shard_paths([args.answers])
     if done:
         return done
     tokenizer = load_tokenizer(folder)
     chat = corpus.ChatFormat.of(tokenizer)
     items = [json.loads(line) for line in args.prompts.read_text().splitlines()]
-    asked = [(item.get("category", "prompt"), tuple(item.get("turns") or [item["prompt"]])[:1]) for item in items]
+    given_prompts = [
+        (item.get("category", "prompt"), tuple(item.get("turns") or [item["prompt"]])[:1]) for item in items
+    ]
     jobs: list[Job] = []
-    for suffix, temperature, chosen in (("", 0.0, asked), ("@sampled", args.temperature, asked[::2])):
+    for suffix, temperature, chosen in (("", 0.0, given_prompts), ("@sampled", args.temperature, given_prompts[::2])):
         given = (Prompt(kind + suffix, turns) for kind, turns in chosen)
-        jobs += corpus.answers(chat, tokenizer, given, 0, max_answer=args.max_answer, temperatures=(temperature,))
+        jobs += corpus.responses(chat, tokenizer, given, 0, max_response=args.max_answer, temperatures=(temperature,))
     longest = max(len(job.prompt) for job in jobs) + args.max_answer
     writer = ShardWriter(args.answers, "answers", fingerprint(folder), shard_tokens=1 << 62)
     model = _open_model(args, folder, layers)
@@ -228,21 +230,21 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
 
 
 def held_out(data: Path, count: int) -> list[Path]:
-    """The first `count` shards of each stream: never trained on, so that acceptance on them is honest.
+    """The first `count` shards of each stream, which are held out so that acceptance can be measured on them.
 
     Raises:
-        ConfigError: nothing would be left to train on.
+        ConfigError: no shard would be left for training.
     """
     paths = shard_paths([data])
     held = [path for path in paths if int(path.name.rsplit("-", 1)[1]) < count]
     if len(held) == len(paths):
-        raise ConfigError(f"hold_out: {count} of each stream are all {len(paths)} shards there are; generate more")
+        raise ConfigError(f"hold_out: {count} of each stream are all {len(paths)} shards; generate more")
     return held
 
 
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a model folder, local files only, no remote code."""
-    from transformers import AutoTokenizer  # seconds that `--help` should not cost
+    from transformers import AutoTokenizer  # imported here, because it takes seconds
 
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
@@ -254,7 +256,7 @@ def default_features(folder: Path) -> tuple[int, ...]:
 
 
 def _open_target(args: argparse.Namespace, layers: tuple[int, ...] | None) -> tuple[Path, FrozenTarget]:
-    """The target as training sees it: weights to start from, and what a step costs."""
+    """The frozen target for training: weights to start from, and the cost of a step."""
     folder = resolve_model(args.target)
     device, dtype = _placed(args)
     try:
@@ -266,13 +268,13 @@ def _open_target(args: argparse.Namespace, layers: tuple[int, ...] | None) -> tu
 
 
 def _open_model(args: argparse.Namespace, folder: Path, layers: tuple[int, ...]) -> Model:
-    """The target as it serves, to write and to be read from."""
+    """The target with the forward that serves, for generating data."""
     device, dtype = _placed(args)
     return load_model(folder, device=device, dtype=dtype, feature_layers=tuple(sorted(layers)))
 
 
 def _placed(args: argparse.Namespace) -> tuple[str, torch.dtype]:
-    """Device and compute type; sets the threads of this process."""
+    """Device and compute type. Also sets the number of threads of this process."""
     if args.threads:
         torch.set_num_threads(args.threads)
     device = args.device if args.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,7 +1,6 @@
-"""From prompts to shards: chat templates around prompts, the job mix, and the loop that fills a data folder.
+"""From prompts to shards: chat templates around prompts, the mix of jobs, and the loop that fills a data folder.
 
-Owns turning conversations into generator jobs for a tokenizer, and the resumable generation run. Knows nothing of
-training.
+Owns the way from conversations to generator jobs, and the resumable generation run. Knows nothing of training.
 """
 
 from __future__ import annotations
@@ -27,80 +26,80 @@ _MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """A tokenizer's chat template, taken apart once so that conversations are spliced from tokens."""
+    """The parts of a tokenizer's chat template, so that conversations can be assembled from tokens."""
 
     opening: tuple[int, ...]
-    """Everything before the first user's words (the default system turn included)."""
-    to_answer: tuple[int, ...]
-    """From the user's end-of-turn token (excluded) to where the answer starts."""
+    """Tokens before the first user text, the default system turn included."""
+    to_response: tuple[int, ...]
+    """Tokens after the user's end-of-turn token, up to the response."""
     to_user: tuple[int, ...]
-    """From the answer's end-of-turn token (excluded) to where the next user turn starts."""
+    """Tokens after the response's end-of-turn token, up to the next user turn."""
     stop: int
     """The end-of-turn token."""
 
     @classmethod
     def of(cls, tokenizer: Any) -> ChatFormat:
-        """Take the template apart around marker texts.
+        """Split the template around marker texts.
 
         Raises:
             ValueError: the template does not show user and assistant texts with the same end-of-turn token.
         """
         turns = [{"role": role, "content": _MARK} for role in ("user", "assistant", "user")]
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        pieces = text.split(_MARK)
+        parts = text.split(_MARK)
         stop = tokenizer.eos_token
-        if len(pieces) != 4 or not pieces[1].startswith(stop) or not pieces[2].startswith(stop):
+        if len(parts) != 4 or not parts[1].startswith(stop) or not parts[2].startswith(stop):
             raise ValueError(f"chat template: turns must end with {stop!r}; given a template that renders {text!r}")
-        opening, answer, user = (encode(tokenizer, piece) for piece in pieces[:3])
-        return cls(opening, answer[1:], user[1:], answer[0])
+        opening, response, user = (encode(tokenizer, part) for part in parts[:3])
+        return cls(opening, response[1:], user[1:], response[0])
 
 
 def encode(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """Token ids of plain text, no special tokens added."""
+    """Token ids of plain text without special tokens."""
     return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
-def self_chat(chat: ChatFormat, seed: int, *, max_answer: int = 300) -> Iterator[Job]:
-    """Endless jobs in which the target writes both sides from the bare template."""
+def self_chat(chat: ChatFormat, seed: int, *, max_response: int = 300) -> Iterator[Job]:
+    """Endless jobs in which the target generates both sides of a chat from the empty template."""
     rng = random.Random(seed)
     while True:
-        segments = [Segment(1.0, 160, chat.to_answer), Segment(rng.choice(TEMPERATURES), max_answer)]
+        segments = [Segment(1.0, 160, chat.to_response), Segment(rng.choice(TEMPERATURES), max_response)]
         if rng.random() < 0.25:
             first = Segment(segments[1].temperature, 160, chat.to_user)
             segments = [segments[0], first, *segments]
         yield Job("chat", chat.opening, tuple(segments))
 
 
-def answers(
+def responses(
     chat: ChatFormat,
     tokenizer: Any,
     prompts: Iterable[Prompt],
     seed: int,
     *,
-    max_answer: int = 240,
+    max_response: int = 240,
     temperatures: tuple[float, ...] = TEMPERATURES,
 ) -> Iterator[Job]:
-    """Jobs in which the target answers given prompts; a second turn is given after its first answer."""
+    """Jobs in which the target responds to prompts. A second user turn follows its first response."""
     rng = random.Random(seed)
     for prompt in prompts:
         temperature = rng.choice(temperatures)
-        ids = (*chat.opening, *encode(tokenizer, prompt.turns[0]), chat.stop, *chat.to_answer)
+        ids = (*chat.opening, *encode(tokenizer, prompt.turns[0]), chat.stop, *chat.to_response)
         segments = []
         for turn in prompt.turns[1:]:
             segments.append(
-                Segment(temperature, 160, (*chat.to_user, *encode(tokenizer, turn), chat.stop, *chat.to_answer))
+                Segment(temperature, 160, (*chat.to_user, *encode(tokenizer, turn), chat.stop, *chat.to_response))
             )
-        yield Job(prompt.kind, ids, (*segments, Segment(temperature, max_answer)))
+        yield Job(prompt.kind, ids, (*segments, Segment(temperature, max_response)))
 
 
 def logged(path: Path, chat: ChatFormat, tokenizer: Any, seed: int) -> Iterator[Job]:
-    """Jobs from a JSONL of the operator's own traffic.
+    """Jobs from a JSONL file of logged traffic.
 
-    Each line holds `prompt` (text), `turns` (user texts) or `messages` (OpenAI style; assistant turns are dropped and
-    written anew by the target, because the draft must imitate this target).
+    Each line holds `prompt` (text), `turns` (user texts) or `messages` (OpenAI style). Assistant turns are dropped, and
+    the target generates new ones, because the draft must imitate this target.
 
     Raises:
-        ValueError: a line with none of these fields, with its number.
+        ValueError: a line has none of these fields; the message gives its number.
     """
 
     def read() -> Iterator[Prompt]:
@@ -116,17 +115,17 @@ def logged(path: Path, chat: ChatFormat, tokenizer: Any, seed: int) -> Iterator[
                 raise ValueError(f"{path}:{number}: fields {sorted(item)}; needs one of prompt, turns, messages")
             yield Prompt("logged", tuple(turns))
 
-    yield from answers(chat, tokenizer, read(), seed)
+    yield from responses(chat, tokenizer, read(), seed)
 
 
 def token_rows(rows: np.ndarray[Any, Any]) -> Iterator[Job]:
-    """Read rows of token ids that the target wrote earlier."""
+    """Jobs that read rows of token ids which the target generated earlier."""
     for row in rows:
         yield Job("earlier", tuple(row.tolist()), (), own=True)
 
 
 def plain_text(paths: Iterable[Path], tokenizer: Any, length: int) -> Iterator[Job]:
-    """Read plain text files in chunks of `length` tokens; only the target's laws over them are learned."""
+    """Jobs that read plain text in chunks of `length` tokens, to learn the target's distributions over them."""
     for path in paths:
         ids = tokenizer.encode(path.read_text(), add_special_tokens=False)
         for start in range(0, len(ids) - 16, length):
@@ -142,7 +141,7 @@ def mixed(streams: list[tuple[float, Iterator[Job]]], seed: int) -> Iterator[Job
 
 
 def by_length(jobs: Iterator[Job], low: int, high: int) -> Iterator[Job]:
-    """Only jobs whose prompt has low < n <= high tokens: slots of one run then have alike lengths."""
+    """Jobs whose prompt has more than `low` and at most `high` tokens, so that slots have similar lengths."""
     return (job for job in jobs if low < len(job.prompt) <= high)
 
 
@@ -155,9 +154,9 @@ def fill(
     time_s: float | None = None,
     report: Callable[[int, float], None] | None = None,
 ) -> int:
-    """Generate until the budget is spent; returns the tokens of finished documents.
+    """Generate until the budget is spent; returns the number of tokens in finished documents.
 
-    `report` is called with (tokens, seconds) after each document. Interrupting loses only what is not yet in a shard.
+    `report` is called with (tokens, seconds) after each document. An interruption loses only unfinished documents.
     """
     started, total = time.monotonic(), 0
     try:
@@ -177,7 +176,7 @@ def fill(
 
 
 def repeated(make: Callable[[int], Iterator[Job]]) -> Iterator[Job]:
-    """make(0), then make(1), ... without end; stops if one of them is empty."""
+    """The jobs of make(0), make(1), and so on without end; stops where one of them is empty."""
     for number in itertools.count():
         first = True
         for job in make(number):

@@ -1,7 +1,7 @@
-"""What a draft step costs next to a target step, on this device, one request: the other half of a speed-up.
+"""Cost of a draft step relative to a target step, on this device with one request.
 
-Owns the timing and the formula. Times kernels only (no scheduling, no hand-over between processes), so the predicted
-speed-up is an upper bound. Knows nothing of acceptance.
+Owns the timing and the formula of the speed-up. Times kernels only, without scheduling and handoff between processes,
+so the predicted speed-up is an upper bound. Knows nothing of acceptance.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from distill.eagle import EagleDraft
 from distill.layers import DraftLayer
 
 CONTEXT = 256
-"""Tokens in the cache while timing."""
+"""Number of cached tokens while timing."""
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds at one request."""
+    """Durations with one request."""
 
     target_s: float
-    """One token."""
+    """Seconds of a target step over one token."""
     verify_s: float
-    """K + 1 tokens."""
+    """Seconds of a target step over K + 1 tokens."""
     draft_s: float
-    """One draft step."""
+    """Seconds of one draft step."""
     k: int
+    """Draft tokens per verify step."""
 
     @property
     def draft_share(self) -> float:
-        """A draft step in target steps."""
+        """Duration of a draft step over that of a target step."""
         return self.draft_s / self.target_s
 
     def speedup(self, tokens_per_step: float) -> float:
@@ -55,17 +56,17 @@ def measure(target: FrozenTarget, draft: EagleDraft | SmallDraft, k: int, *, rep
     def step(rows: int) -> Callable[[], object]:
         return lambda: target.logits(target.forward(ids[:, :rows], positions[:, :rows], attend)).argmax(-1)
 
-    # Interleaved, so that a slow moment of the machine meets all three alike.
+    # Interleaved, so that a slow moment of the machine affects all three equally.
     runs = (step(1), step(k + 1), draft_step(target, draft))
     times: list[list[float]] = [[], [], []]
     for number in range(repeats + 3):
-        for place, run in enumerate(runs):
+        for index, run in enumerate(runs):
             began = time.perf_counter()
             run()
             if target.device.type == "cuda":
                 torch.cuda.synchronize(target.device)
             if number >= 3:
-                times[place].append(time.perf_counter() - began)
+                times[index].append(time.perf_counter() - began)
     plain, verify, drafted = (statistics.median(values) for values in times)
     return StepCosts(plain, verify, drafted, k)
 
@@ -73,7 +74,7 @@ def measure(target: FrozenTarget, draft: EagleDraft | SmallDraft, k: int, *, rep
 def cached_attention(
     config: DecoderConfig, device: torch.device, dtype: torch.dtype
 ) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
-    """Attention over CONTEXT earlier keys of every layer; contents do not matter for time."""
+    """Attention over CONTEXT earlier keys of every layer; their values do not affect the time."""
     shape = (config.num_hidden_layers, 2, 1, config.num_key_value_heads, CONTEXT, config.head_dim)
     cache = torch.zeros(shape, device=device, dtype=dtype)
 

@@ -1,8 +1,8 @@
-"""Token shards on disk: what the target wrote, with its hidden features and top logits at every position.
+"""Token shards on disk: text that the target generated, with its hidden features and top logits at every position.
 
-Owns the folder format (one folder of `.npy` files per shard, renamed into place when whole, so that a killed writer
-leaves nothing half-read), the walk over shards as they appear, and the cut into training rows. It knows nothing of
-models: features are opaque bfloat16 bits.
+Owns the folder format (one folder of `.npy` files per shard, renamed into place when complete, so that a killed writer
+leaves no partial shard), the order in which shards are read, and the cut into training rows. Knows nothing of models:
+features are opaque bfloat16 bits.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ FIELDS = ("tokens", "written", "features", "top_ids", "top_logprobs", "doc_start
 
 @dataclass(frozen=True)
 class Document:
-    """One finished conversation of n tokens, as the generator hands it over."""
+    """One finished conversation of n tokens."""
 
     kind: str
-    """Which work it is: `chat`, `translation`, ... ; counted in the shard's meta."""
+    """Kind of work, such as `chat` or `translation`. It is listed in the meta data of the shard."""
     tokens: U16
     """[n] token ids (vocabularies up to 65,536)."""
     written: npt.NDArray[np.uint8]
-    """[n] 1 where the target chose the token, 0 where it was given."""
+    """[n] 1 where the target generated the token, 0 where it was given."""
     features: U16
-    """[n, F, H] bfloat16 bits of the tapped layers' outputs at each position."""
+    """[n, F, H] bfloat16 bits of the outputs of the feature layers at each position."""
     top_ids: U16
-    """[n, M] the M likeliest next tokens after each position, best first."""
+    """[n, M] the M most likely next tokens after each position, best first."""
     top_logprobs: npt.NDArray[np.float16]
-    """[n, M] their log-probabilities over the full vocabulary at temperature 1."""
+    """[n, M] log-probabilities of `top_ids` over the full vocabulary at temperature 1."""
 
 
 class ShardWriter:
-    """Collects documents and writes a shard whenever `shard_tokens` are together."""
+    """Collects documents and writes a shard for every `shard_tokens` tokens."""
 
     def __init__(self, folder: Path, stream: str, meta: dict[str, Any], *, shard_tokens: int = 65_536) -> None:
         self.folder, self.stream, self.meta, self.shard_tokens = folder, stream, meta, shard_tokens
@@ -53,14 +53,14 @@ class ShardWriter:
         self._num_tokens = 0
 
     def add(self, doc: Document) -> None:
-        """Take one document; may write a shard."""
+        """Add one document; this may write a shard."""
         self._docs.append(doc)
         self._num_tokens += len(doc.tokens)
         if self._num_tokens >= self.shard_tokens:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is held, however little."""
+        """Write the collected documents, however few."""
         if not self._docs:
             return
         target = self.folder / f"{self.stream}-{self.next_index:05d}"
@@ -83,7 +83,7 @@ class ShardWriter:
 
 @dataclass(frozen=True)
 class Shard:
-    """A finished shard, arrays mapped and not read until used; fields as in `Document`, rows concatenated."""
+    """A finished shard. Its arrays are memory-mapped; fields are those of `Document`, concatenated."""
 
     path: Path
     meta: dict[str, Any]
@@ -96,33 +96,33 @@ class Shard:
 
     @classmethod
     def open(cls, path: Path) -> Shard:
-        """Map one shard folder."""
+        """Memory-map one shard folder."""
         arrays = {name: np.load(path / f"{name}.npy", mmap_mode="r") for name in FIELDS}
         return cls(path, json.loads((path / "meta.json").read_text()), **arrays)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows for one training step; R rows of T positions, padded on the right."""
+    """Data of one training step: R rows of T positions, padded on the right."""
 
     tokens: Tensor
-    """[R, T] int64."""
+    """[R, T] int64 token ids."""
     features: Tensor
-    """[R, T, F, H] bfloat16, after position t."""
+    """[R, T, F, H] bfloat16 features after each position."""
     top_ids: Tensor
-    """[R, T, M] int64, the target's likeliest tokens for position t + 1."""
+    """[R, T, M] int64 most likely tokens for position t + 1, by the target."""
     top_logprobs: Tensor
-    """[R, T, M] float32."""
+    """[R, T, M] float32 log-probabilities of `top_ids`."""
     weight: Tensor
-    """[R, T] float32: loss weight of predicting position t + 1's successor law at t; 0 on padding."""
+    """[R, T] float32 loss weight of the distribution of token t + 1; 0 on padding."""
 
     def to(self, device: torch.device) -> Batch:
-        """The same on another device."""
+        """This batch on another device."""
         return Batch(*(value.to(device) for value in vars(self).values()))
 
 
 def shard_paths(folders: Sequence[Path]) -> list[Path]:
-    """All finished shards of the folders, in a fixed order."""
+    """All finished shards of the folders in a fixed order."""
     return sorted(
         path.parent for folder in folders for path in folder.glob("*/meta.json") if path.parent.name[0] != "."
     )
@@ -139,11 +139,11 @@ def batches(
     skip: frozenset[str] = frozenset(),
     group: int = 4,
 ) -> Iterator[tuple[int, Batch]]:
-    """Endless training batches, each with the number of shards finished before it (hand it back as `start` to resume).
+    """Endless training batches, each with the number of shards finished before it; pass it as `start` to resume.
 
-    Shards that were read least come first, in seeded order, `group` at a time with their rows shuffled together; rows
-    of alike length share a batch of about `batch_tokens` positions. The folders are listed again for each group, so a
-    generator may keep adding: a new shard is next.
+    Shards that were read least come first, in seeded order, `group` at a time with their rows shuffled together. Rows
+    of similar length share a batch of about `batch_tokens` positions. The folders are listed again for each group, so
+    that shards of a running generator are read next.
 
     Raises:
         FileNotFoundError: no finished shard in any folder.
@@ -171,7 +171,7 @@ def batches(
 
 
 def length_batches(lengths: Sequence[int], batch_tokens: int, rng: np.random.Generator) -> list[list[int]]:
-    """Indices grouped so that rows x longest row stays within `batch_tokens` (one row always fits); random order."""
+    """Groups of indices in random order. Rows times the longest row stay within `batch_tokens`; one row always fits."""
     shuffled = rng.permutation(len(lengths))
     found: list[list[int]] = []
     for window in range(0, len(shuffled), 64):
@@ -186,7 +186,7 @@ def length_batches(lengths: Sequence[int], batch_tokens: int, rng: np.random.Gen
 
 
 def row_spans(shard: Shard, row_len: int) -> list[tuple[int, int]]:
-    """(start, stop) of training rows: documents cut at `row_len`; tails under 16 tokens are dropped."""
+    """(start, stop) of training rows: documents cut at `row_len`. Rests of fewer than 16 tokens are dropped."""
     spans = []
     for start, stop in zip(shard.doc_starts[:-1].tolist(), shard.doc_starts[1:].tolist(), strict=True):
         for cut in range(start, stop, row_len):
@@ -197,7 +197,7 @@ def row_spans(shard: Shard, row_len: int) -> list[tuple[int, int]]:
 
 
 def collate(spans: Sequence[tuple[Shard, int, int]], row_len: int, prompt_weight: float) -> Batch:
-    """Copy spans out of their shards into one padded batch (the copy is the only read of the map)."""
+    """Copy spans of shards into one padded batch. The copy is the only read of the memory map."""
     width = min(row_len, max(stop - start for _, start, stop in spans))
     shard = spans[0][0]
     num_features, hidden = shard.features.shape[1:]
@@ -213,7 +213,7 @@ def collate(spans: Sequence[tuple[Shard, int, int]], row_len: int, prompt_weight
         features[row, :n] = shard.features[start:stop]
         top_ids[row, :n] = shard.top_ids[start:stop]
         top_logprobs[row, :n] = shard.top_logprobs[start:stop]
-        # Position t teaches the law of token t + 1, so it counts fully where the target itself chose token t + 1.
+        # Position t teaches the distribution of token t + 1. It has full weight where the target generated token t + 1.
         written = np.asarray(shard.written[start:stop], np.float32)
         weight[row, : n - 1] = np.where(written[1:] > 0, 1.0, prompt_weight)
     return Batch(
@@ -226,9 +226,9 @@ def collate(spans: Sequence[tuple[Shard, int, int]], row_len: int, prompt_weight
 
 
 def token_mass(paths: Sequence[Path], vocab_size: int) -> Tensor:
-    """[vocab_size] float64: the target's expected use of each token over the shards' written positions.
+    """[vocab_size] float64 probability mass of each token, summed over the generated positions of the shards.
 
-    Sums probabilities instead of counting tokens, so that rare tokens are ranked well on little data.
+    Probabilities are summed instead of tokens counted, so that rare tokens are ranked well on little data.
     """
     mass = np.zeros(vocab_size)
     for shard in map(Shard.open, paths):

@@ -1,8 +1,8 @@
-"""The frozen target as training sees it: weights to start drafts from, and a plain forward to weigh them against.
+"""The frozen target in training: weights from which drafts start, and a plain forward to compare their cost with.
 
-Owns a plain Llama-family decoder (Llama, Mistral, Qwen2, Qwen3 weights, safetensors only) whose attention is injected;
-drafts are timed with the same parts. On CPU in bfloat16 the weights are prepacked for oneDNN. Data are not made with
-it: they come from the forward that serves. It knows nothing of sampling, shards or drafts.
+Owns a plain Llama-family decoder (Llama, Mistral, Qwen2, Qwen3 weights, safetensors only) with injected attention.
+Drafts are timed with the same parts. On CPU in bfloat16 the weights are prepacked for oneDNN. Data are not generated
+with it but with the forward that serves. Knows nothing of sampling, shards or drafts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The numbers of a Llama-family decoder, as in its Hugging Face `config.json`."""
+    """The dimensions of a Llama-family decoder, named as in its Hugging Face `config.json`."""
 
     hidden_size: int
     intermediate_size: int
@@ -40,15 +40,15 @@ class DecoderConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DecoderConfig:
-        """Read a Hugging Face config; RoPE scaling is refused because features would silently be wrong.
+        """Read a Hugging Face config; RoPE scaling is refused, because features would be wrong without an error.
 
         Raises:
-            ValueError: the config asks for a RoPE type other than the default.
+            ValueError: the config has another RoPE type than the default.
         """
         rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            raise ValueError(f"rope_type: {kind!r} is not supported for distillation; allowed: 'default'")
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if rope_type != "default":
+            raise ValueError(f"rope_type: {rope_type!r} is not supported for distillation; allowed: 'default'")
         heads = int(values["num_attention_heads"])
         return cls(
             hidden_size=int(values["hidden_size"]),
@@ -118,7 +118,7 @@ class DecoderLayer:
 
 
 class FrozenTarget:
-    """The target model, weights fixed.
+    """The target model with fixed weights.
 
     Args:
         folder: Hugging Face folder with `config.json` and safetensors.
@@ -155,7 +155,7 @@ class FrozenTarget:
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """[B, T, H] after the final norm, of ids [B, T] at positions [B, T]; the cache, if any, lives in `attend`."""
+        """[B, T, H] after the final norm, of ids [B, T] at positions [B, T]; a cache, if any, belongs to `attend`."""
         c = self.config
         cos, sin = self._cos[positions].unsqueeze(2), self._sin[positions].unsqueeze(2)
         x = F.embedding(ids, self.embed)
@@ -165,7 +165,7 @@ class FrozenTarget:
 
     @torch.inference_mode()
     def logits(self, last: Tensor) -> Tensor:
-        """last [..., H] -> logits [..., V] in the compute type."""
+        """Logits [..., V] in the compute type, of hidden states `last` [..., H]."""
         return self.head(last)
 
 
@@ -187,7 +187,7 @@ def run_layer(
 
 
 def causal_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Plain causal attention inside the span: no cache."""
+    """Causal attention within the span, without a cache."""
     del layer
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
@@ -211,7 +211,7 @@ def load_weights(folder: Path, device: torch.device, dtype: torch.dtype) -> dict
 
 
 def fingerprint(folder: Path) -> dict[str, Any]:
-    """What must agree between a draft and its target: hidden size, layers, vocabulary and its tokens."""
+    """Values that a draft and its target must share: hidden size, number of layers, vocabulary size and tokens."""
     config = asdict(DecoderConfig.from_dict(json.loads((folder / "config.json").read_text())))
     names = ("hidden_size", "num_hidden_layers", "vocab_size")
     return {**{name: config[name] for name in names}, "vocabulary_sha256": vocabulary_digest(folder / "tokenizer.json")}

@@ -1,7 +1,7 @@
-"""The `draft_model` draft: a small Llama of its own, on token ids alone.
+"""The `draft_model` draft: a small, independent Llama over token ids.
 
-Owns its architecture and initialisation from chosen target layers. It needs no features, so its chain steps are its
-ordinary causal outputs. Knows nothing of data or losses.
+Owns the architecture and its initialisation from layers of the target. It reads no features, so its chain steps are its
+causal outputs. Knows nothing of data or losses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from distill.layers import Chains, DraftLayer, VocabularyMap, copy_layer
 
 
 class SmallDraft(nn.Module):
-    """A Llama with few layers and a reduced output vocabulary; `embed` is the target's, shared and frozen."""
+    """A Llama with few layers and a reduced output vocabulary; `embed` is the frozen embedding of the target."""
 
     architecture = "draft_model"
     feature_layers: tuple[int, ...] = ()
@@ -35,7 +35,7 @@ class SmallDraft(nn.Module):
 
     @torch.no_grad()
     def initialise(self, target: FrozenTarget, *, layers: tuple[int, ...] | None = None) -> None:
-        """From the target's first layers and its last one, or from `layers`; head and final norm too."""
+        """Copy the target's first layers and its last one, or `layers`, and its head and final norm."""
         count = len(self.layers)
         chosen = layers or (*range(count - 1), target.config.num_hidden_layers - 1)
         for layer, index in zip(self.layers, chosen, strict=True):
@@ -45,7 +45,7 @@ class SmallDraft(nn.Module):
         self.head.weight.copy_(target.head_weight[self.vocabulary.draft_vocab])
 
     def unroll(self, batch: Batch, steps: int, first_root: int = 0, every: int = 1) -> Chains:
-        """As `EagleDraft.unroll`; the chain of a model on tokens alone is its causal output."""
+        """See `EagleDraft.unroll`. The chain of a model over tokens alone is its causal output."""
         length = batch.tokens.shape[1]
         dtype = self.head.weight.dtype
         cos, sin = rope_tables(self.config, length, batch.tokens.device)

@@ -1,11 +1,11 @@
 """The `eagle` draft: one decoder layer over the next token's embedding and the target's hidden features.
 
 Owns the head's architecture, its initialisation from the target and its training-time unrolling, after EAGLE-3
-(Li et al. 2025): features of low, middle and high layers are fused for committed tokens, and the head's own output
-stands in for them on drafted tokens. Knows nothing of data or losses.
+(Li et al. 2025): features of low, middle and high layers are fused for committed tokens, and the head's last output
+replaces them for drafted tokens. Knows nothing of data or losses.
 
-    committed  x_t, features f_t ->  fuse(norm f_t) + token(norm e(x_t+1))  -> layer(s) -> a_t  -> head: law of x_t+2
-    drafted    x_t+2             ->  carry(norm a_t) + token(norm e(x_t+2)) -> layer(s) -> a'_t -> head: law of x_t+3
+    committed  x_t, features f_t ->  fuse(norm f_t) + token(norm e(x_t+1))  -> layer(s) -> a_t  -> head: p(x_t+2)
+    drafted    x_t+2             ->  carry(norm a_t) + token(norm e(x_t+2)) -> layer(s) -> a'_t -> head: p(x_t+3)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from distill.layers import Chains, DraftLayer, KeysValues, VocabularyMap, copy_l
 
 
 class EagleDraft(nn.Module):
-    """Feature-level draft head; `embed` is the target's, shared and frozen."""
+    """Feature-level draft head; `embed` is the frozen embedding of the target."""
 
     architecture = "eagle"
 
@@ -56,9 +56,9 @@ class EagleDraft(nn.Module):
     def initialise(
         self, target: FrozenTarget, *, layers: tuple[int, ...] | None = None, residual_size: float = 26.0
     ) -> None:
-        """Last feature passed through, token embedding added, layers and head from the target.
+        """Pass the last feature through, add the token embedding, and copy layers and head from the target.
 
-        `residual_size` is the root mean square of the target's hidden state where the copied layers sit.
+        `residual_size` is the root mean square of the target's hidden state at the copied layers.
         """
         hidden = self.config.hidden_size
         count = len(self.layers)
@@ -71,7 +71,7 @@ class EagleDraft(nn.Module):
         for layer, index in zip(self.layers, layers or tuple(range(last - count, last)), strict=True):
             assert isinstance(layer, DraftLayer)
             copy_layer(layer, target, index)
-            # The target's residual stream is far from unit size by its last layers; this one starts at unit size.
+            # The residual stream of the target's last layers is far from unit size; this one starts at unit size.
             layer.o.weight /= residual_size
             layer.down.weight /= residual_size
         self.final_norm.copy_(target.final_norm)
@@ -81,8 +81,8 @@ class EagleDraft(nn.Module):
         """Chain steps 0..steps-1, rooted at every position from `first_root` on.
 
         The state of root t at step s has seen the target's features up to t and the true tokens up to t + 1 + s.
-        With `every` > 1 the first step covers all positions, and the chain goes on from roots `first_root`,
-        `first_root + every`, ... only: later steps teach much the same, so a sample of them saves half of the work.
+        With `every` > 1 the first step covers all positions, and the chain continues from roots `first_root`,
+        `first_root + every`, ... only: later steps teach little more, so a sample of them saves half of the work.
         """
         eps = self.config.rms_norm_eps
         length = batch.tokens.shape[1]
@@ -112,13 +112,13 @@ class EagleDraft(nn.Module):
             else:
                 found.append(rms_norm(x, self.final_norm, eps))
             source = self.carry(rms_norm(x, self.carry_norm, eps))
-            wanted = fused[:, roots + step + 1].detach().float()
-            distance = (source.float() - wanted).square().mean(-1)
-            errors.append(distance / wanted.square().mean(-1).clamp(min=1e-6))
+            expected = fused[:, roots + step + 1].detach().float()
+            distance = (source.float() - expected).square().mean(-1)
+            errors.append(distance / expected.square().mean(-1).clamp(min=1e-6))
         return Chains(found, errors)
 
 
 def _shortened(past: KeysValues, width: int, num_roots: int) -> KeysValues:
-    """Drop what runs over: the roots' keys hold all positions, later steps' only those of the chains."""
+    """Drop surplus positions: the keys of roots cover all positions, those of later steps only the chains."""
     ends = [width] + [num_roots] * (len(past) - 1)
     return [(k[:, :end], v[:, :end]) for end, (k, v) in zip(ends, past, strict=False)]

@@ -1,7 +1,7 @@
-"""Acceptance offline: chains drafted at every position of the target's own answers, compared with what it wrote.
+"""Offline acceptance: chains drafted at every position of the target's responses, compared with the responses.
 
-Owns the walk of verify steps over an answer and the means by category. A chain is right as long as its best tokens are
-the target's; as in serving, the next root is the bonus token. Knows a draft only by `unroll`.
+Owns the walk of verify steps over a response and the means by category. A chain is accepted up to its first token that
+differs from the target's; as in serving, the next root is the bonus token. Knows a draft only by `unroll`.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ Reals = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What a draft would give on a set of answers."""
+    """Figures of a draft on a set of responses."""
 
-    num_answers: int
+    num_responses: int
     first: float
-    """Greedy: chance that a verify step accepts its first draft token."""
+    """Probability that a verify step accepts its first draft token, greedy."""
     per_position: tuple[float, ...]
-    """Greedy: chance that position i is accepted, given that i - 1 was, over verify steps."""
+    """Probability over verify steps that position i is accepted, given that i - 1 was, greedy."""
     tokens_per_step: float
-    """Greedy: emitted tokens per verify step, mean over answers."""
+    """Emitted tokens per verify step, greedy; mean over responses."""
     everywhere: float
-    """Greedy: chance that the first draft token is right, over all positions rather than roots of verify steps."""
+    """Probability that the first draft token is right, greedy, over all positions, not only roots of verify steps."""
     sampled: tuple[float, ...]
-    """At `temperature`: mean overlap of draft and target laws at chain positions 1..K."""
+    """Mean overlap of the draft's and the target's distribution at chain positions 1..K, at `temperature`."""
 
 
 @torch.inference_mode()
 def answer_hits(draft: Draft, batch: Batch, first_root: int, k: int, temperature: float) -> tuple[Bits, Reals]:
-    """hits and overlaps [K, roots] for the one row of `batch`; column i is the chain after root first_root + i."""
+    """Hits and overlaps [K, roots] of the single row of `batch`; column i is the chain of root first_root + i."""
     roots = batch.tokens.shape[1] - 1 - first_root
     hits, overlaps = np.zeros((k, roots), np.bool_), np.zeros((k, roots), np.float32)
     for step, hidden in enumerate(draft.unroll(batch, k, first_root).hidden):
@@ -58,7 +58,7 @@ def answer_hits(draft: Draft, batch: Batch, first_root: int, k: int, temperature
 
 
 def walk(hits: Bits) -> tuple[list[int], int]:
-    """Verify steps over an answer with chains hits [K, roots]: accepted lengths, and tokens emitted."""
+    """Accepted lengths of the verify steps over a response, and emitted tokens; hits is [K, roots]."""
     root, last, accepted_lens = 0, hits.shape[1], []
     while root < last:
         wrong = np.flatnonzero(~hits[:, root])
@@ -71,10 +71,10 @@ def walk(hits: Bits) -> tuple[list[int], int]:
 def evaluate(
     draft: Draft, shards: Sequence[Path], *, k: int = 5, temperature: float = 0.8, every: int = 1
 ) -> dict[str, Acceptance]:
-    """Acceptance by kind of document, and under `all`; `every` n-th document only.
+    """Acceptance by kind of document, and over all kinds under `all`. Only every `every`-th document is used.
 
-    Greedy figures use documents answered greedily; kinds that end in `@sampled` hold answers sampled at `temperature`
-    and give the sampled figures (where a kind has none, its greedy answers serve).
+    Greedy figures use greedy responses. Sampled figures use the kinds that end in `@sampled`, which hold responses
+    sampled at `temperature`; where a kind has none, its greedy responses are used.
     """
     greedy: dict[str, list[tuple[Bits, Reals]]] = defaultdict(list)
     sampled: dict[str, list[Reals]] = defaultdict(list)
@@ -95,7 +95,7 @@ def evaluate(
 def documents(shards: Sequence[Path], every: int = 1) -> Iterable[tuple[str, Batch, int]]:
     """(kind, one-row batch, first root) of each `every`-th document.
 
-    The first root is the last prompt token: the first answer token comes from prefill, so drafting starts after it.
+    The first root is the last prompt token: the first response token comes from prefill, so drafting starts after it.
     """
     count = 0
     for path in shards:
@@ -119,7 +119,7 @@ def _acceptance(hits: list[Bits], overlaps: list[Reals], k: int) -> Acceptance:
     everywhere = np.concatenate([chains[0] for chains in hits])
     means = [rows[:, : max(rows.shape[1] - k, 1)].mean(1) for rows in overlaps]
     return Acceptance(
-        num_answers=len(per_answer),
+        num_responses=len(per_answer),
         first=float(accepted[0] / max(reached[0], 1)),
         per_position=tuple(map(float, accepted / np.maximum(reached, 1))),
         tokens_per_step=float(np.mean(per_answer)),

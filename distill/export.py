@@ -1,4 +1,4 @@
-"""Draft folders: written once, read by the engine and by evaluation.
+"""Draft folders, which the engine and the evaluation read.
 
 Owns the format (safetensors in bfloat16 or int8 storage, `config.json`, a card) and the checks that a draft belongs to
 a target. Knows nothing of training.
@@ -30,7 +30,7 @@ LAYER_NAMES = {
     "up.weight": "mlp.up_proj.weight",
     "down.weight": "mlp.down_proj.weight",
 }
-"""Names inside a layer, ours to Hugging Face's."""
+"""Names of the parameters of a layer: in this package, and in Hugging Face's format."""
 TOP_NAMES = {
     "final_norm": "model.norm.weight",
     "head.weight": "lm_head.weight",
@@ -46,11 +46,11 @@ SCALE_SUFFIX = ".int8_scale"
 
 
 class DraftMismatchError(ValueError):
-    """A draft folder that does not belong to the target; the message names the field and both values."""
+    """A draft folder does not belong to the target; the message names the field and both values."""
 
 
 def stored_name(name: str) -> str:
-    """Our parameter name as stored."""
+    """The stored name of a parameter of this package."""
     if name.startswith("layers."):
         _, index, rest = name.split(".", 2)
         return f"model.layers.{index}.{LAYER_NAMES[rest]}"
@@ -78,7 +78,7 @@ def export_draft(
 
 
 def draft_config(draft: EagleDraft | SmallDraft, target_folder: Path, *, int8: bool) -> dict[str, Any]:
-    """The `config.json` of a draft: Hugging Face names, plus what is special to drafts."""
+    """The `config.json` of a draft: Hugging Face names, and the fields of drafts."""
     config = asdict(draft.config)
     given = json.loads((target_folder / "config.json").read_text())
     return {
@@ -105,7 +105,7 @@ def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Stored tensors with int8 ones dequantised to bfloat16."""
+    """The stored tensors; int8 ones are dequantised to bfloat16."""
     raw = load_file(folder / "model.safetensors")
     tensors = {}
     for name, value in raw.items():
@@ -117,10 +117,10 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def load_draft(folder: Path, target: FrozenTarget) -> EagleDraft | SmallDraft:
-    """A draft folder back as a module, after checking that it belongs to `target`.
+    """Load a draft folder as a module and check that it belongs to `target`.
 
     Raises:
-        DraftMismatchError: naming the field and both values.
+        DraftMismatchError: it does not; the message names the field and both values.
     """
     config = json.loads((folder / "config.json").read_text())
     tensors = read_tensors(folder)
@@ -138,23 +138,23 @@ def load_draft(folder: Path, target: FrozenTarget) -> EagleDraft | SmallDraft:
 
 @torch.no_grad()
 def start_from(draft: EagleDraft | SmallDraft, folder: Path, target: FrozenTarget) -> None:
-    """Give `draft` the weights of an earlier one; it may score other tokens.
+    """Copy the weights of an earlier draft into `draft`, which may have another output vocabulary.
 
-    A head row that the earlier draft lacks starts as its mean row plus 0.7 times the target's centred row, which costs
-    the rows that were trained nothing.
+    A head row that the earlier draft lacks starts as its mean row plus 0.7 times the target's centred row. This does
+    not reduce the acceptance of the trained rows.
 
     Raises:
         DraftMismatchError: another target, another architecture or another shape.
     """
     earlier = load_draft(folder, target)
-    given, wanted = (
+    given, expected = (
         {name: tuple(value.shape) for name, value in each.named_parameters() if name != "head.weight"}
         for each in (earlier, draft)
     )
-    if given != wanted or earlier.architecture != draft.architecture:
+    if given != expected or earlier.architecture != draft.architecture:
         raise DraftMismatchError(
             f"start_from: {folder} is {earlier.architecture} of {earlier.config.num_hidden_layers} layers, "
-            f"wanted is {draft.architecture} of {draft.config.num_hidden_layers}"
+            f"expected is {draft.architecture} of {draft.config.num_hidden_layers}"
         )
     state = dict(earlier.named_parameters())
     for name, value in draft.named_parameters():
@@ -175,10 +175,10 @@ def load_parameters(draft: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def check_fits(config: dict[str, Any], draft_vocab: Tensor, target: FrozenTarget) -> None:
-    """Refuse a draft of another target: fingerprint, feature layers, vocabulary range.
+    """Check fingerprint, feature layers and vocabulary range of a draft against the target.
 
     Raises:
-        DraftMismatchError: naming the field and both values.
+        DraftMismatchError: one differs; the message names the field and both values.
     """
     expected = fingerprint(target.folder)
     for name, given in {**config.get("target", {}), "vocab_size": config["vocab_size"]}.items():
@@ -191,7 +191,9 @@ def check_fits(config: dict[str, Any], draft_vocab: Tensor, target: FrozenTarget
         )
     features = tuple(config.get("feature_layers", ()))
     if features and features != target.feature_layers:
-        raise DraftMismatchError(f"feature_layers: the draft needs {features}, the target taps {target.feature_layers}")
+        raise DraftMismatchError(
+            f"feature_layers: the draft needs {features}, the target yields {target.feature_layers}"
+        )
     if int(draft_vocab.max()) >= target.config.vocab_size or int(draft_vocab.min()) < 0:
         raise DraftMismatchError(
             f"draft_vocab: tokens {int(draft_vocab.min())}..{int(draft_vocab.max())}, "

@@ -1,8 +1,8 @@
-"""The target writes its own training data: batched decoding over fixed slots, everything it saw kept.
+"""Generation of training data by the target: batched decoding over fixed slots, with features and top logits kept.
 
-Owns the slot loop (one forward of all slots per step, prompts in chunks beside the decodes, a free slot is refilled at
-once) and the sampling of the corpus. The forward is the one that serves, so features are those a draft will be given.
-Knows nothing of where prompts come from: it takes jobs, gives documents.
+Owns the slot loop (one forward of all slots per step, prompts in chunks in the same forward, free slots refilled at
+once) and the sampling. The forward is the one that serves, so the features are those that a draft reads in serving.
+Takes jobs and returns documents; knows nothing of where prompts come from.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from engine.model.runner import ModelRunner
 
 @dataclass(frozen=True)
 class Segment:
-    """One turn for the target to write."""
+    """One turn that the target generates."""
 
     temperature: float
-    """0 is greedy; otherwise top-k 50 and top-p 0.95 apply."""
+    """Temperature; 0 is greedy, otherwise top-k 50 and top-p 0.95 apply."""
     max_tokens: int
     then: tuple[int, ...] = ()
-    """Tokens given after the turn's stop token, before the next segment (the template's glue)."""
+    """Tokens of the template between the stop token of this turn and the next segment."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A conversation to write: a given prompt, then one or more turns."""
+    """A conversation to generate: a given prompt, then one or more turns."""
 
     kind: str
     prompt: tuple[int, ...]
     segments: tuple[Segment, ...]
-    """Empty: the prompt is only read, for its features and laws."""
+    """Turns to generate. Without any, the prompt is only read, for its features and distributions."""
     own: bool = False
-    """Whether the prompt is itself the target's earlier writing (it then counts as written)."""
+    """Whether the target generated the prompt earlier; its tokens then count as generated."""
 
 
 @dataclass
 class Slot:
-    """A job in progress: tokens so far, which were chosen by the target, and how many it has read."""
+    """A job in progress: its tokens, which of them the target generated, and how many the target has read."""
 
     job: Job
     tokens: list[int]
@@ -57,15 +57,15 @@ class Slot:
     segment: int = 0
     in_segment: int = 0
     closed: bool = False
-    """No token is added any more."""
+    """Whether no more token is added."""
 
     @property
     def num_due(self) -> int:
-        """Tokens still to be read; the last one of a closed slot never is."""
+        """Number of tokens still to read. The last one of a closed slot is never read."""
         return len(self.tokens) - self.num_read - int(self.closed)
 
     def push(self, sampled: int, stop_token: int, max_len: int) -> None:
-        """Append the sampled token, and what is given after it where a segment ends."""
+        """Append the sampled token, and the tokens that follow where a segment ends."""
         segment = self.job.segments[self.segment]
         self.in_segment += 1
         over = self.in_segment >= segment.max_tokens
@@ -95,7 +95,7 @@ class Rows:
     """[S]."""
 
     def plan(self, block_size: int, blocks_per_slot: int) -> ForwardInput:
-        """Every slot has its own run of blocks, the first after block 0."""
+        """KV blocks of the slots: consecutive ones per slot, from block 1 on."""
         reads = np.array([slot.num_read for slot in self.slots], np.int32)
         num_rows, ends = int(self.counts.sum()), np.cumsum(self.counts, dtype=np.int32)
         positions = np.arange(num_rows, dtype=np.int32) + np.repeat(reads - ends + self.counts, self.counts)
@@ -123,9 +123,9 @@ class Generator:
 
     Args:
         model: the target, with the feature layers to keep.
-        num_top: how many of the likeliest tokens are kept per position.
-        max_len: longest document, tokens; jobs whose prompt leaves less than 16 tokens are skipped.
-        max_rows: tokens in one forward; what the decodes leave is for prompts.
+        num_top: number of most likely tokens that are kept per position.
+        max_len: length of the longest document in tokens; jobs whose prompt leaves fewer than 16 tokens are skipped.
+        max_rows: tokens in one forward; prompts get the rows that decodes do not need.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Generator:
         self._slots: list[Slot | None] = [None] * num_slots
 
     def run(self, jobs: Iterator[Job]) -> Iterator[Document]:
-        """Documents as they finish; ends when the jobs end and the slots are empty."""
+        """Documents as they finish, until the jobs end and all slots are empty."""
         while True:
             for index, slot in enumerate(self._slots):
                 if slot is None and (job := self._next_job(jobs)) is not None:
@@ -175,7 +175,7 @@ class Generator:
         return None
 
     def _rows(self) -> Rows:
-        """Decodes first, then prompts as far as `max_rows` reach."""
+        """Number of tokens per slot: decodes first, then prompts up to `max_rows`."""
         busy = [(index, slot) for index, slot in enumerate(self._slots) if slot is not None and slot.num_due]
         room, chosen = self.max_rows, []
         for index, slot in sorted(busy, key=lambda item: item[1].num_due):
@@ -187,13 +187,15 @@ class Generator:
 
     @torch.inference_mode()
     def _step(self) -> None:
-        """One forward; each slot that has then read all its tokens gets its next one."""
+        """Run one forward; every slot that has read all its tokens gets its next one."""
         rows = self._rows()
         plan = rows.plan(self._runner.block_size, self._blocks_per_slot)
         result = self._runner.forward(plan)
         logits, features = result.logits, result.hidden
         if logits is None or features is None:
-            raise RuntimeError("the target yields no logits or no features; it must be whole and tap layers")
+            raise RuntimeError(
+                "the target yields no logits or no features; it must not be sharded and must yield features"
+            )
         top = likeliest(logits, self.num_top)
         device = logits.device
         at = (
@@ -216,7 +218,7 @@ class Generator:
             slot.push(token, self.stop_token, self.max_len)
 
     def _sample(self, top: Likeliest, temperature: Tensor) -> Tensor:
-        """One token per row [N]; top-k 50, then top-p 0.95, at the row's temperature."""
+        """[N] One token per row at its temperature, with top-k 50, then top-p 0.95."""
         scaled = top.logprobs[:, :50] / temperature.clamp(min=1e-3)[:, None]
         probs = scaled.softmax(-1)
         probs = probs * (probs.cumsum(-1) - probs < 0.95)
@@ -225,7 +227,7 @@ class Generator:
         return top.ids.gather(1, picked[:, None])[:, 0]
 
     def _document(self, index: int, slot: Slot) -> Document:
-        """Copy the slot's record out; the last token was never read, so it is dropped."""
+        """The document of a slot. Its last token was never read, so it is dropped."""
         n = slot.num_read
         bits = self._features[index, :n].cpu().view(torch.uint16).numpy().copy()
         return Document(

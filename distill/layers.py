@@ -1,7 +1,7 @@
-"""Trainable decoder layers and the vocabulary map that both draft architectures are made of.
+"""Trainable decoder layers and the vocabulary map that both draft architectures use.
 
 Owns a Llama layer whose attention can follow many chains at once: every row position is the root of its own chain.
-Knows nothing of losses or of where the target's weights come from beyond their names.
+Knows the names of the target's weights, and nothing of losses.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from distill.decoder import DecoderConfig, FrozenTarget, rms_norm, rotate
 
 KeysValues = list[tuple[Tensor, Tensor]]
-"""Keys and values [R, T, kv_heads, d] of the roots (first entry) and of each later chain step, row by row."""
+"""Keys and values [R, T, kv_heads, d]: the first entry of the roots, each further one of a chain step."""
 
 
 @dataclass(frozen=True)
 class Chains:
-    """What unrolling a draft from every root gives; lists by chain step s = 0, 1, ..."""
+    """Result of unrolling a draft from every root: lists by chain step s = 0, 1, ..."""
 
     hidden: list[Tensor]
-    """Entry s [R, roots, H]: the final state of root t, which scores token t + 2 + s."""
+    """Entry s [R, roots, H] holds the final state of root t, which predicts token t + 2 + s."""
     feature_errors: list[Tensor]
-    """Entry s [R, roots] float32: mean squared distance of what step s + 1 is fed to the target's fused feature that
-    it stands in for, relative to that feature's size. Empty for drafts without features."""
+    """Entry s [R, roots] float32 holds the mean squared distance between the input of step s + 1 and the target's fused
+    feature that it replaces, relative to the size of that feature. Empty for drafts without features."""
 
 
 class DraftLayer(nn.Module):
@@ -57,7 +57,7 @@ class DraftLayer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: KeysValues, roots: Tensor | None = None) -> Tensor:
         """x [R, T, H], cos and sin [1, T, 1, d] -> [R, T, H]; this step's keys and values are appended to `past`.
 
-        `roots` [T] int64 says which roots the queries of a later step belong to; by default the last ones.
+        `roots` [T] int64 holds the roots of the queries of a later step; by default the last ones.
         """
         c = self.config
         h = rms_norm(x, self.input_norm, c.rms_norm_eps)
@@ -71,7 +71,7 @@ class DraftLayer(nn.Module):
 
 
 def chain_attention(q: Tensor, past: KeysValues, roots: Tensor | None = None) -> Tensor:
-    """q [R, T, heads, d] over `past` as drawn in `DraftLayer` -> [R, T, heads, d]; `roots` as there."""
+    """q [R, T, heads, d] over `past` -> [R, T, heads, d]; `DraftLayer` shows the mask and describes `roots`."""
     (root_k, root_v), chain = past[0], past[1:]
     groups = q.shape[2] // root_k.shape[2]
     if not chain:
@@ -99,7 +99,7 @@ def chain_attention(q: Tensor, past: KeysValues, roots: Tensor | None = None) ->
 
 @torch.no_grad()
 def copy_layer(layer: DraftLayer, target: FrozenTarget, index: int) -> None:
-    """Initialise from the target's layer `index` (projection biases and head norms, if any, are left out)."""
+    """Copy the target's layer `index`, without projection biases and head norms."""
     c, source = target.config, target.layers[index]
     sizes = [n * c.head_dim for n in (c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads)]
     for linear, weight in zip((layer.q, layer.k, layer.v), torch.split(source.qkv.weight, sizes), strict=True):
@@ -114,7 +114,7 @@ def copy_layer(layer: DraftLayer, target: FrozenTarget, index: int) -> None:
 
 
 class VocabularyMap(nn.Module):
-    """Which target tokens the draft scores: buffers only.
+    """The output vocabulary of a draft: buffers only.
 
     `draft_vocab` [N] int64 maps a draft row to its token; `to_draft` [V] int64 maps a token to its row or -1.
     """

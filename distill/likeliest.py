@@ -1,7 +1,7 @@
-"""The likeliest tokens of logits over a large vocabulary, without sorting or copying the vocabulary.
+"""The most likely tokens of logits over a large vocabulary, without sorting or copying the vocabulary.
 
-A row is laid out as a few lines of many columns. The `count` largest values lie in the `count` columns with the largest
-maxima, so only those columns are searched. Exact; ties at the edge may fall either way, as in `torch.topk`.
+A row is viewed as a few lines of many columns. The `count` largest values lie in the `count` columns with the largest
+maxima, so only those columns are searched. Exact; the order of ties is not defined, as in `torch.topk`.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from torch import Tensor
 
 COLUMNS = 2048
 ROWS_AT_ONCE = 8
-"""Rows whose exponentials are summed together: on CPU they stay in the cache."""
+"""Number of rows whose exponentials are summed together, so that on CPU they stay in the cache."""
 
 
 class Likeliest(NamedTuple):
-    """Best first."""
+    """The most likely tokens, best first."""
 
     logprobs: Tensor
-    """[N, count] float32 over the full vocabulary."""
+    """[N, count] float32 log-probabilities over the full vocabulary."""
     ids: Tensor
-    """[N, count] int64."""
+    """[N, count] int64 token ids."""
 
 
 def likeliest(logits: Tensor, count: int) -> Likeliest:
-    """The `count` likeliest tokens of each row of logits [N, V] float32, contiguous; `logits` is overwritten."""
+    """The `count` most likely tokens of each row of contiguous logits [N, V] float32; `logits` is overwritten."""
     values, ids = _largest(logits, min(count, logits.shape[1]))
     # log sum exp(x) = max + log sum exp(x - max), in place.
     sums = torch.cat(
@@ -41,7 +41,7 @@ def likeliest(logits: Tensor, count: int) -> Likeliest:
 
 
 def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """As `torch.topk` over the last axis."""
+    """Same result as `torch.topk` over the last axis."""
     vocab = logits.shape[1]
     lines = vocab // COLUMNS
     if lines < 2 or count >= COLUMNS:

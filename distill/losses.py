@@ -1,7 +1,8 @@
-"""The distillation objective: forward KL to the target's softened law plus cross-entropy to its best token.
+"""The distillation objective: forward KL to the target's softened distribution plus cross-entropy to its best token.
 
-Owns the output head's fused loss (logits never exist for more than a chunk of positions, and the gradient is formed in
-the same pass). The target's law arrives as its likeliest tokens with log-probabilities. Knows nothing of drafts.
+Owns the fused loss of the output head: logits exist only for one chunk of positions at a time, and the gradient is
+computed in the same pass. The target's distribution is given as its most likely tokens with their log-probabilities.
+Knows nothing of drafts.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from distill.settings import Objective
 def soft_targets(
     top_ids: Tensor, top_logprobs: Tensor, to_draft: Tensor, objective: Objective
 ) -> tuple[Tensor, Tensor]:
-    """The law to imitate, in draft rows.
+    """The distribution to imitate, in rows of the draft's vocabulary.
 
     Args:
         top_ids: [..., M] int64 tokens, best first; top_logprobs: [..., M] over the full vocabulary.
         to_draft: [V] token -> draft row, -1 where the draft has none.
 
     Returns:
-        rows [..., M] int64 (0 where absent) and weights [..., M] float32 (0 where absent): KL and CE parts summed.
-        Mass outside the draft's vocabulary is dropped, not spread: the draft cannot serve it.
+        rows [..., M] int64 and weights [..., M] float32, both 0 where the draft lacks the token. Weights are the sum of
+        the KL and the CE part. Mass outside the draft's vocabulary is dropped, because the draft cannot draft it.
     """
     distribution = top_logprobs.float().exp()
     if objective.temperature != 1.0:
@@ -38,9 +39,9 @@ def soft_targets(
 
 
 class HeadLoss(torch.autograd.Function):
-    """sum_n scale_n * sum_m weights_nm * -log softmax(hidden_n W^T)[rows_nm], with argmax hits on the side.
+    """sum_n scale_n * sum_m weights_nm * -log softmax(hidden_n W^T)[rows_nm], and the argmax of each position.
 
-    Forward KL differs from this by the target's entropy only, which has no gradient.
+    Forward KL differs from this only by the target's entropy, which has no gradient.
     """
 
     @staticmethod
@@ -57,7 +58,7 @@ class HeadLoss(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk):
             part = slice(start, start + chunk)
             grad = hidden[part] @ head.T
-            # Few rows at a time in float32, so that they stay in the processor's cache.
+            # Few rows at a time in float32, so that they stay in the CPU cache.
             for first in range(start, min(start + chunk, hidden.shape[0]), 64):
                 at = slice(first, min(first + 64, start + chunk))
                 logits = grad[first - start : first - start + 64].float()
@@ -76,7 +77,7 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        """The stored gradients times the incoming one."""
+        """The stored gradients times the incoming gradient."""
         grad_hidden, grad_head = ctx.saved_tensors
         return grad_hidden * grad_loss, grad_head * grad_loss, None, None, None, None
 
@@ -84,20 +85,22 @@ class HeadLoss(torch.autograd.Function):
 def head_loss(
     hidden: Tensor, head: Tensor, rows: Tensor, weights: Tensor, scale: Tensor, *, chunk: int = 1024
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Summed loss, the draft's best row per position and each position's unscaled loss; see `HeadLoss`."""
+    """Summed loss, best draft row of each position, and unscaled loss of each position; see `HeadLoss`."""
     loss, best, each = HeadLoss.apply(hidden, head, rows, weights, scale, chunk)  # type: ignore[no-untyped-call]
     return loss, best, each
 
 
 def overlap(draft_logits: Tensor, rows: Tensor, top_logprobs: Tensor, present: Tensor, temperature: float) -> Tensor:
-    """Chance that rejection sampling accepts: sum_x min(p(x), q(x)) (Leviathan et al. 2023).
+    """Probability that rejection sampling accepts: sum_x min(p(x), q(x)) (Leviathan et al. 2023).
 
     Args:
-        draft_logits: [N, V_draft]; rows, top_logprobs, present: [N, M] the target's law, present = the draft has it.
-        temperature: of both laws.
+        draft_logits: [N, V_draft].
+        rows, top_logprobs: [N, M] the target's distribution, in rows of the draft's vocabulary.
+        present: [N, M] whether the draft has the token.
+        temperature: of both distributions.
 
     Returns:
-        [N] float32; a lower bound by at most the target's mass beyond its M likeliest tokens.
+        [N] float32; too low by at most the target's mass outside its M most likely tokens.
     """
     p = (top_logprobs.float() / temperature).softmax(-1)
     q = (draft_logits.float() / temperature).softmax(-1).gather(1, rows)

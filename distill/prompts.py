@@ -1,7 +1,7 @@
-"""Prompts of every type of work, made by code: templates over free text, numbers and word lists.
+"""Generated prompts for every kind of work: templates over free text, numbers and word lists.
 
-Owns the templates and their mix. A draft learns what its data holds; a model's own chat never translates, extracts or
-summarises, so those prompts are written here. Knows nothing of tokens. Nothing here is taken from a benchmark.
+Owns the mix of prompts. A draft learns only what its data contains. A model that chats with itself never translates,
+extracts or summarises, so those prompts are made here. Knows nothing of tokens. No prompt is taken from a benchmark.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Make = Callable[[random.Random, Sources], str]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One user turn (or two) and the kind of work it asks for."""
+    """One or more user turns, and the kind of work they request."""
 
     kind: str
     turns: tuple[str, ...]
@@ -29,7 +29,7 @@ def prompts(sources: Sources, seed: int, mix: dict[str, float] | None = None) ->
     """Endless prompts; `mix` maps kinds to weights (default `MIX`).
 
     Raises:
-        ValueError: a kind that has no template.
+        ValueError: a kind has no template.
     """
     weights = dict(mix or MIX)
     unknown = sorted(set(weights) - set(MAKERS))
@@ -103,7 +103,7 @@ def coding(rng: random.Random, sources: Sources) -> str:
 
 
 def extraction(rng: random.Random, sources: Sources) -> str:
-    """Facts out of a text into a list, a table or JSON."""
+    """Extract facts from a text into a list, a table or JSON."""
     if rng.random() < 0.5:
         return rng.choice(t.EXTRACT_FROM_TEXT).format(text=sources.passage(rng, 50, 160))
     lines = " ".join(_fill(rng, rng.choice(t.RECORDS)) for _ in range(rng.randint(2, 5)))
@@ -118,7 +118,7 @@ def writing(rng: random.Random, sources: Sources) -> str:
 
 
 def roleplay(rng: random.Random, sources: Sources) -> str:
-    """The model speaks as somebody."""
+    """The model takes a role."""
     del sources
     return _fill(rng, rng.choice(t.ROLEPLAY))
 
@@ -142,7 +142,7 @@ def _sentence(rng: random.Random, sources: Sources, language: str) -> str:
 
 
 def _fill(rng: random.Random, template: str) -> str:
-    """Put words and numbers into a template: {name} {other} {item} ... {a} {b} {c} {d} (2-12, 10-60, 2-9, 100-900)."""
+    """Fill words and numbers into a template: {name} {other} {item} ... {a} {b} {c} {d} (2-12, 10-60, 2-9, 100-900)."""
     name, other, third = rng.sample(w.NAMES, 3)
     item, item2 = rng.sample(w.ITEMS, 2)
     concept, concept2 = rng.sample(w.CONCEPTS, 2)
@@ -204,5 +204,5 @@ MIX = {
     "knowledge": 1.0,
 }
 GROUNDED = frozenset({"summarization", "reading"})
-"""Long prompts: more turns over the same passage are cheap, since it is read once."""
+"""Kinds with long prompts. Further turns over the same passage are cheap, because it is read once."""
 FOLLOWED = frozenset({"coding", "writing", "roleplay", "reasoning", "knowledge", "question", "mathematics"})

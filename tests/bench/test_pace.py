@@ -1,4 +1,4 @@
-"""`bench pace`: windows count what the server counted, policies take fair turns, verdicts follow from medians."""
+"""`bench pace`: windows count what the server counted, policies take turns, results follow from medians."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Alert rules and panel queries under Prometheus' own tools: all parse; each alert fires when it should, only then."""
+"""Alert rules and panel queries under the tools of Prometheus: all parse, and alerts fire exactly when they should."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_alerts_fire_when_they_should(promtool: str, tmp_path: Path, index: int)
     }
     rules = yaml.safe_load((render.PACKAGE / "rules.yaml").read_text())
     for entry in rules["groups"][0]["rules"]:
-        entry["annotations"] = _annotations(entry["alert"])  # wording is not what this test holds
+        entry["annotations"] = _annotations(entry["alert"])  # the text of the alert is not tested here
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rules))
     content = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [test]}
     (tmp_path / "test.yaml").write_text(yaml.safe_dump(content))
@@ -201,7 +201,7 @@ def test_summaries_can_be_filled_in(promtool: str, tmp_path: Path) -> None:
 
 
 def test_no_template_fails_to_expand(promtool: str, tmp_path: Path) -> None:
-    """Expecting no alert where one fires makes promtool print what it got."""
+    """Promtool prints the alerts it got where none is expected."""
     for number, case in enumerate(case for case in CASES if case.fires):
         test = {
             "interval": "1m",

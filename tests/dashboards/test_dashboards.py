@@ -1,4 +1,4 @@
-"""Boards: committed JSON is current and valid, every query reads declared metrics by labels they have, units agree."""
+"""Boards: committed JSON is current and valid, queries read declared metrics by labels they have, units agree."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BOARDS = render.boards()
 QUERIES = [(board.name, panel, query) for board in BOARDS for panel in board.panels for query in panel.queries]
 EXPRS = [query.expr for _, _, query in QUERIES] + [events.expr for board in BOARDS for events in board.annotations]
 FOREIGN = {"up"}
-"""Series that Prometheus itself makes; targets carry COMMON_LABELS."""
+"""Series that Prometheus makes; targets carry COMMON_LABELS."""
 NOT_SHOWN = {metric.name for metric in METRICS if metric.alias_of}
 """Aliases repeat another metric, for boards made for another server."""
 
@@ -38,7 +38,7 @@ def identifiers(board: Board) -> str:
 
 
 def labels_by_metric(expr: str) -> dict[str, set[str]]:
-    """Labels that an expression matches on or groups by, for each name it reads, read from the text alone."""
+    """Labels that an expression matches or groups by, for each name it reads, parsed from the text."""
     used: dict[str, set[str]] = {}
     aggregation = r"by \(([^)]*)\) \((?:rate|increase|deriv)?\(?(\w+)"
     for labels, name in re.findall(aggregation, expr):
@@ -70,7 +70,7 @@ def test_a_stale_missing_or_orphaned_file_is_seen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("board", BOARDS, ids=identifiers)
 def test_json_is_what_the_sdk_s_own_schema_holds(board: Board) -> None:
-    """Reading it into the SDK's classes and writing it again loses nothing, so there is no field they do not know."""
+    """Reading it into the SDK's classes and writing it again loses nothing, so they know every field."""
 
     def restricted(again: Any, written: Any) -> Any:
         """Without defaults that the SDK adds."""
@@ -158,7 +158,7 @@ def test_every_metric_is_in_a_panel_or_deliberately_left_out() -> None:
     assert declared - shown == NOT_SHOWN
 
 
-def test_a_metric_stands_on_the_board_of_its_group() -> None:
+def test_a_metric_is_on_the_board_of_its_group() -> None:
     for board in BOARDS:
         shown = set().union(*(names_in(query.expr) for panel in board.panels for query in panel.queries))
         own = {metric.name for metric in METRICS if metric.group == board.name} - NOT_SHOWN
@@ -167,7 +167,7 @@ def test_a_metric_stands_on_the_board_of_its_group() -> None:
 
 @pytest.mark.parametrize("metric", [m for m in METRICS if not m.alias_of], ids=lambda metric: metric.name)
 def test_the_declaration_s_own_query_is_what_panels_show(metric: Any) -> None:
-    """Splitting it further is allowed where the plain sum would say nothing."""
+    """A further split is allowed where the plain sum has no meaning."""
     own = metric.query(selector=render.SELECTOR, window=render.WINDOW)
     split = {"paceline_start_time_seconds", "paceline_restarts_total"}
     supports = {name for name in CATALOGUE if name.endswith(("drafted_tokens_total", "emitted_tokens_total"))}
@@ -246,7 +246,7 @@ def test_compose_file_mounts_what_exists_pins_images_and_listens_on_loopback() -
     assert source["url"] == "http://127.0.0.1:9090"
 
 
-def test_install_writes_folder_and_dashboards_and_twice_is_as_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_install_writes_folder_and_dashboards_and_can_be_repeated(capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeGrafana()) as grafana:
         for _ in range(2):
             assert main(["dashboards", "install", "--grafana", grafana.url, "--token", "secret"]) == 0
@@ -277,7 +277,7 @@ def test_install_takes_the_token_from_the_environment(monkeypatch: pytest.Monkey
         ),
     ],
 )
-def test_what_grafana_refuses_is_explained(
+def test_a_refusal_of_grafana_is_explained(
     token: str, state: FakeGrafana, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with running(state) as grafana:

@@ -1,4 +1,4 @@
-"""Shards: whole or absent, read back as written, resumed where they were left; the generator tells the truth."""
+"""Shards: complete or absent, read back as written, resumed where they ended; the generator records its forward."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_generator_records_what_the_target_computes(target: FrozenTarget, model:
 
 @needs_library
 def test_generator_keeps_what_serving_computes(tmp_path: Path) -> None:
-    """The native forward gives a row the same result whatever is beside it, so all that is kept must be equal to it."""
+    """The native forward gives a row the same result in any batch, so everything that is kept must equal it."""
     folder = write_model(tmp_path, "llama", head_dim=64, hidden_size=96, intermediate_size=160, num_attention_heads=6)
     model = load_model(folder, kernel="native", feature_layers=(0, 1))
     generator = Generator(model, num_slots=3, max_len=70, stop_token=STOP, seed=0, num_top=8, max_rows=20)
@@ -105,7 +105,7 @@ def test_read_only_prompts_are_kept_without_their_last_token(model: Model) -> No
     spread=st.sampled_from([0.01, 1.0, 30.0]),
     seed=st.integers(0, 9),
 )
-def test_likeliest_is_exact(vocab: int, count: int, spread: float, seed: int) -> None:
+def test_the_most_likely_tokens_are_exact(vocab: int, count: int, spread: float, seed: int) -> None:
     logits = torch.randn(9, vocab, generator=torch.Generator().manual_seed(seed)) * spread
     distribution = logits.log_softmax(-1)
     values, ids = likeliest(logits, count)
@@ -115,14 +115,14 @@ def test_likeliest_is_exact(vocab: int, count: int, spread: float, seed: int) ->
     assert all(len(set(row)) == len(row) for row in ids.tolist())
 
 
-def test_greedy_answers_follow_the_best_token(model: Model) -> None:
+def test_greedy_responses_follow_the_best_token(model: Model) -> None:
     generator = Generator(model, num_slots=2, max_len=48, stop_token=STOP, seed=0, num_top=8)
     for doc in generator.run(iter(jobs(4, temperature=0.0))):
         chosen = np.flatnonzero(doc.written)
         assert (doc.tokens[chosen] == doc.top_ids[chosen - 1, 0]).all()
 
 
-def test_glue_between_turns_is_given_not_written(model: Model) -> None:
+def test_template_tokens_between_turns_are_given_not_generated(model: Model) -> None:
     glue = (7, 8, 9)
     generator = Generator(model, num_slots=1, max_len=64, stop_token=STOP, seed=0, num_top=8)
     (doc,) = generator.run(iter([Job("two turns", (5, 6), (Segment(1.0, 10, glue), Segment(0.0, 10)))]))
@@ -156,12 +156,12 @@ def test_a_killed_writer_leaves_no_shard(tmp_path: Path) -> None:
     assert [path.name for path in shard_paths([tmp_path])] == ["s-00000"]
 
 
-def test_weights_mark_what_the_target_chose(tmp_path: Path) -> None:
+def test_weights_mark_what_the_target_generated(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path, "s", {}, shard_tokens=10)
     writer.add(document(20))
     (shard,) = map(Shard.open, shard_paths([tmp_path]))
     batch = collate([(shard, 0, 20)], 20, 0.25)
-    # Tokens 3.. were chosen, so the laws at positions 2.. count fully; the last position has no successor.
+    # Tokens 3.. were generated, so positions 2.. have full weight; the last position has no successor.
     assert batch.weight[0].tolist() == [0.25] * 2 + [1.0] * 17 + [0.0]
     assert batch.tokens[0].tolist() == list(range(20))
     assert batch.top_ids[0, :, 0].tolist() == list(range(1, 21))
@@ -214,7 +214,7 @@ def test_no_shards_is_an_error(tmp_path: Path) -> None:
         next(batches([tmp_path], row_len=8, batch_tokens=8, seed=0, prompt_weight=0.0))
 
 
-def test_token_mass_sums_the_laws(target: FrozenTarget, tmp_path: Path) -> None:
+def test_token_mass_sums_the_distributions(target: FrozenTarget, tmp_path: Path) -> None:
     paths = write_shards(target, tmp_path, count=20, shard_tokens=400)
     mass = token_mass(paths, VOCAB)
     written = sum(int(Shard.open(path).written.sum()) for path in paths)

@@ -1,4 +1,4 @@
-"""Unrolled chains equal chains run one by one; drafts survive the disk and refuse other targets."""
+"""Unrolled chains equal chains run one by one; drafts are read back as written and refuse other targets."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def random_batch(rows: int, length: int) -> Batch:
 
 
 def chain_alone(draft: EagleDraft, batch: Batch, root: int, steps: int) -> list[torch.Tensor]:
-    """The chain of one root of row 0, run as serving runs it: everything seen so far is one causal sequence."""
+    """The chain of one root of row 0, run as in serving: all tokens so far are one causal sequence."""
     eps = draft.config.rms_norm_eps
     features = F.rms_norm(batch.features[:1].float(), (32,), eps=eps) * draft.feature_norm
     tokens = draft.token(rms_norm(draft.embed[batch.tokens[:1]], draft.token_norm, eps))
@@ -107,8 +107,8 @@ def test_unrolling_ends_with_the_row(target: FrozenTarget) -> None:
     assert [hidden.shape[1] for hidden in found.hidden] == [3, 2, 1]
 
 
-def test_feature_errors_vanish_where_the_stand_in_is_right(target: FrozenTarget) -> None:
-    """With carry zeroed the stand-in is zero and the relative error one; every root has one error per step."""
+def test_feature_errors_vanish_where_the_replacement_is_right(target: FrozenTarget) -> None:
+    """With `carry` zeroed the replacement is zero and the relative error one; every root has one error per step."""
     draft, batch = eagle(target, 1), random_batch(2, 8)
     with torch.no_grad():
         draft.carry.weight.zero_()
@@ -166,7 +166,7 @@ def test_a_draft_starts_from_an_earlier_one(target: FrozenTarget, tmp_path: Path
     assert torch.allclose(wider.head.weight[:-2], earlier.head.weight[1:], atol=0.01)
     fresh, rows = wider.head.weight[-1], target.head_weight
     assert torch.allclose(fresh - 0.7 * (rows[vocabulary[-1]] - rows.mean(0)), earlier.head.weight.mean(0), atol=0.01)
-    with pytest.raises(DraftMismatchError, match=r"start_from: .* is eagle of 1 layers, wanted is eagle of 2"):
+    with pytest.raises(DraftMismatchError, match=r"start_from: .* is eagle of 1 layers, expected is eagle of 2"):
         start_from(eagle(target, 2), tmp_path / "earlier", target)
 
 
@@ -182,7 +182,7 @@ def test_quantised_rows_are_off_by_half_a_step_at_most() -> None:
     [
         ({"vocab_size": 512}, "vocab_size: the draft was made for 512, the target has 96"),
         ({"target": {"vocabulary_sha256": "abc"}}, "vocabulary_sha256: the draft was made for 'abc'"),
-        ({"feature_layers": [0]}, r"feature_layers: the draft needs \(0,\), the target taps \(0, 1\)"),
+        ({"feature_layers": [0]}, r"feature_layers: the draft needs \(0,\), the target yields \(0, 1\)"),
         ({"hidden_size": 64}, "hidden_size"),
     ],
 )

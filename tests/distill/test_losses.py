@@ -1,4 +1,4 @@
-"""The fused loss equals the plain one, gradients included; the overlap is the chance of acceptance."""
+"""The fused loss equals the plain one, gradients included; the overlap is the probability of acceptance."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_temperature_sharpens_but_keeps_the_mass() -> None:
     assert float(cold[0, 0] / cold[0, 1]) == pytest.approx(4.0, rel=1e-5)
 
 
-def test_overlap_is_the_chance_of_acceptance() -> None:
+def test_overlap_is_the_probability_of_acceptance() -> None:
     """10^5 draws: three standard deviations are under 0.005, so a false alarm is rarer than 1 in 300; seed fixed."""
     torch.manual_seed(0)
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])

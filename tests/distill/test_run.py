@@ -1,4 +1,4 @@
-"""A distil run from generation to a measured draft, on a target of two small layers: acceptance must rise."""
+"""A run from generation to a measured draft, on a target of two small layers: acceptance must rise."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def shards(target: FrozenTarget, tmp_path_factory: pytest.TempPathFactory) -> li
 
 @pytest.mark.parametrize("architecture", ["eagle", "draft_model"])
 def test_acceptance_rises(target: FrozenTarget, shards: list[Path], tmp_path: Path, architecture: str) -> None:
-    """Held-out first-token acceptance: before training near chance, after it several times that."""
+    """Held-out first-token acceptance: near chance before training, several times that after it."""
     vocab = token_mass(shards, VOCAB).topk(64).indices.sort().values
     draft: EagleDraft | SmallDraft
     if architecture == "eagle":
@@ -81,7 +81,7 @@ def test_a_stopped_run_is_continued(target: FrozenTarget, shards: list[Path], tm
 
 def test_walk_takes_the_bonus_token_as_next_root() -> None:
     hits = np.array([[1, 1, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1]], dtype=np.bool_)
-    # Root 0 accepts one and continues at 2, which accepts none; 3 accepts two and ends the answer.
+    # Root 0 accepts one and continues at 2, which accepts none; 3 accepts two and ends the response.
     assert walk(hits) == ([1, 0, 2], 6)
 
 
@@ -124,7 +124,7 @@ def test_the_command_makes_and_compares_drafts(tmp_path: Path) -> None:
     args = parser.parse_args(f"{compared} --max-answer 24 --dtype float32 --json {tmp_path}/out.json".split())
     assert args.run(args) == 0
     figures = json.loads((tmp_path / "out.json").read_text())["draft"]
-    assert figures["qa"]["num_answers"] == 2
+    assert figures["qa"]["num_responses"] == 2
     assert len(figures["all"]["per_position"]) == 5
     assert 1.0 <= figures["all"]["tokens_per_step"] <= 6.0
 

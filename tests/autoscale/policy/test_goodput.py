@@ -207,15 +207,16 @@ def test_the_policies_need_no_torch() -> None:
 PLAN = SpeculationPlan(max_k=MAX_K)
 
 
-def off_pacer(*, catch_up_s: float = 0.0) -> Goodput:
+def off_pacer() -> Goodput:
     """A policy whose draft was never accepted, so that drafting has just been switched off."""
-    pacer = make_goodput("draft_model", MAX_K, replace(cpu_table(), catch_up_s=catch_up_s))
+    pacer = make_goodput("draft_model", MAX_K, cpu_table())
     pacer.acceptance.observe([RowOutcome(1, 4, 0, 10)] * 300)
-    batch = [request_of(1)]
-    while pacer.switch.is_on:
-        pacer.choose(PLAN, batch, 0)
+    for _ in range(100):
+        if not pacer.switch.is_on:
+            return pacer
+        pacer.choose(PLAN, [request_of(1, temperature=0.0)], 0)
         pacer.observe(step_stats(step_s=0.1))
-    return pacer
+    raise AssertionError("drafting stays on")
 
 
 def next_probe(pacer: Goodput, batch: list[Request]) -> Sequence[KChoice]:
@@ -305,7 +306,7 @@ def test_switches_and_probes_are_reported_with_the_step_in_which_they_happen() -
     switched, num_probed = [], 0
     for _ in range(60):
         before = pacer.switch.num_switches, pacer.switch.num_probes
-        choices = pacer.choose(PLAN, [request_of(1)], 0)
+        choices = pacer.choose(PLAN, [request_of(1, temperature=0.0)], 0)
         drafts = [(choice.k, 0) for choice in choices if choice.k]
         prediction = pacer.observe(make_step(drafts, 1 - len(drafts), step_s=0.1))
         after = pacer.switch.num_switches, pacer.switch.num_probes
