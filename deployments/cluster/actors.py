@@ -33,7 +33,7 @@ from engine.core.stats import StepStats
 from engine.draft.messages import DraftRequestRow, DraftResponse
 from engine.draft.remote import DraftLink
 from engine.metrics.counters import MetricCounters, MetricSnapshot, merge
-from engine.model.device import threads_per_shard
+from engine.model.device import gpu_name, threads_per_shard
 from engine.workers.draft_worker import DraftWorker, count_blocks
 from engine.workers.target_shard import TargetShard
 
@@ -150,6 +150,7 @@ class ShardActor(ProcessMixin, TargetShard):
             "model": str(self.folder),
             "draft": str(engine.speculative.draft),
             "device": engine.device,
+            "gpu": gpu_name(self._device),
             "dtype": engine.dtype,
             "kernel": type(self._model).__name__,
             "torch": torch.__version__,

@@ -6,6 +6,7 @@ Owns the order of starting (model, Ray, deploy, health), what is printed, and th
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ import httpx
 from rich.console import Console
 
 from deployments.cluster.drafts import resolve_draft
+from deployments.cluster.placement import most_cpus
 from deployments.http.keys import has_keys
 from deployments.local import yaml_config
 from deployments.local.ray_head import LOOPBACK, LocalRay, free_port
@@ -56,7 +58,7 @@ def serve(values: dict[str, Any], *, start_timeout_s: float) -> int:
         if settings.engine.speculative.draft is not None:
             check_draft(resolve_draft(settings.engine.speculative.draft, progress=True), folder)
         with console.status("Starting Ray"):
-            ray = LocalRay(num_cpus=SPARE_CPUS + settings.most_replicas * 2).__enter__()
+            ray = LocalRay(num_cpus=SPARE_CPUS + settings.most_replicas * math.ceil(most_cpus(settings))).__enter__()
         with contextlib.closing(_Closing(ray, console, targets_folder(settings.metrics_dir))):
             base = f"http://{LOOPBACK if host in WILDCARDS else host}:{port}"
             with console.status("Deploying"):

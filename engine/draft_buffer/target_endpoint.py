@@ -160,8 +160,12 @@ class TargetEndpoint:
         )
 
     def close(self) -> None:
-        """Idempotent. The draft notices at once. Views of `probs` stay valid on the CPU, not on a GPU."""
+        """Idempotent. The draft notices at once. The memory behind `probs` stays, so that `renew` can use it again."""
         self._close_host_side()
+
+    def free(self) -> None:
+        """Close, and free the device memory. Every draft that mapped it must be dead: a hung one can still write."""
+        self.close()
         if self._cuda_block is not None:
             del self.probs, self.features, self._payload
             self._cuda = None

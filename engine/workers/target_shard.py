@@ -41,12 +41,13 @@ from engine.ipc.forward_broadcast import ForwardHandle, ForwardReceiver, Forward
 from engine.ipc.replica_socket import ShardSocket
 from engine.ipc.wire import DraftStatus, EngineFailed, StepDeltas
 from engine.model.collectives import Collectives, Group, Solo, open_store
-from engine.model.device import pick_device, pick_dtype, set_threads
+from engine.model.device import pick_device, pick_dtype, set_threads, with_device
 from engine.model.load import Model, load_model
 from engine.model.runner import ModelRunner, num_kv_blocks
 from engine.sampling.grammar import Grammars
 from engine.sampling.vocabulary import load_tokenizer_info
 from engine.workers.draft_connection import MAX_RELEASED, MAX_REQUEST_TOKENS, DraftConnection, FeatureShape
+from engine.workers.memory_plan import gpu_kv_bytes
 
 PEER_TIMEOUT_S = 30.0
 """Deadline for anything another shard has to do in a step."""
@@ -79,7 +80,7 @@ class TargetShard:
     def __init__(
         self, config: EngineConfig, folder: Path, *, rank: int, node_id: str, feature_layers: tuple[int, ...] = ()
     ) -> None:
-        self.config = config
+        self.config = config = with_device(config)
         self.rank = rank
         self.folder = folder
         self._node_id = node_id
@@ -143,6 +144,7 @@ class TargetShard:
             device=self._device,
             shard=model.shard,
             kv_cache_tokens=config.kv_cache_tokens,
+            memory_bytes=gpu_kv_bytes(config, model, self._device),
         )
         max_model_len = min(config.max_model_len or model.config.max_model_len, model.config.max_model_len)
         return ShardReady(num_blocks + 1, model.config.vocab_size, max_model_len, str(self._device))
