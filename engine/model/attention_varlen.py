@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from engine.core.step import ForwardInput
+from engine.sampling.staging import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +48,20 @@ class VarlenAttention:
 
     def prepare(self, forward_input: ForwardInput, *, block_size: int) -> _Varlen:
         max_kv = int(forward_input.kv_lens.max())
+        cu_q, cu_kv, kv_lens, block_tables = to_device(
+            [
+                _int32(np.concatenate(([0], np.cumsum(forward_input.q_lens)))),
+                _int32(np.concatenate(([0], np.cumsum(forward_input.kv_lens)))),
+                _int32(forward_input.kv_lens),
+                _int32(forward_input.block_tables[:, : -(-max_kv // block_size)]),
+            ],
+            self._device,
+        )
         return _Varlen(
-            cu_q=self._int32(np.concatenate(([0], np.cumsum(forward_input.q_lens)))),
-            cu_kv=self._int32(np.concatenate(([0], np.cumsum(forward_input.kv_lens)))),
-            kv_lens=self._int32(forward_input.kv_lens),
-            block_tables=self._int32(forward_input.block_tables[:, : -(-max_kv // block_size)]),
+            cu_q=cu_q,
+            cu_kv=cu_kv,
+            kv_lens=kv_lens,
+            block_tables=block_tables,
             max_q=int(forward_input.q_lens.max()),
             max_kv=max_kv,
         )
@@ -76,5 +86,6 @@ class VarlenAttention:
             raise TypeError("varlen_attn returned auxiliary outputs that were not asked for")
         return out.reshape(query.shape[0], -1)
 
-    def _int32(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32)).to(self._device, non_blocking=True)
+
+def _int32(values: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.int32]]:
+    return np.ascontiguousarray(values, dtype=np.int32)

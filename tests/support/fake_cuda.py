@@ -12,6 +12,7 @@ import ctypes
 import hashlib
 import subprocess
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -179,3 +180,38 @@ def _readable(recorder: Recorder) -> Iterator[None]:
                 delattr(FakeTensor, name)
             else:
                 setattr(FakeTensor, name, value)
+
+
+class PeakMemory(TorchDispatchMode):
+    """The largest number of bytes of fake CUDA tensors that live at once, of those made while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._live = 0
+        self._holders: dict[int, tuple[int, int]] = {}
+        """By storage: bytes, and tensors that hold it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in _flat([out]):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda":
+                self._hold(tensor)
+        return out
+
+    def _hold(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        size, holders = self._holders.get(key, (storage.nbytes(), 0))
+        if holders == 0:
+            self._live += size
+            self.peak = max(self.peak, self._live)
+        self._holders[key] = (size, holders + 1)
+        weakref.finalize(tensor, self._release, key)
+
+    def _release(self, key: int) -> None:
+        size, holders = self._holders.pop(key)
+        if holders > 1:
+            self._holders[key] = (size, holders - 1)
+        else:
+            self._live -= size
