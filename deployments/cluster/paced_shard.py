@@ -26,7 +26,7 @@ from engine.core.pacing import PlanSlot
 from engine.draft.messages import DraftRequestRow, DraftResponse
 from engine.draft.remote import DraftLink
 from engine.metrics.counters import MetricCounters, MetricSnapshot, merge
-from engine.model.device import threads_per_shard
+from engine.model.device import gpu_name, threads_per_shard
 from engine.workers.leader import Leader
 from engine.workers.target_shard import TargetShard
 
@@ -145,6 +145,7 @@ def cost_identity(shard: TargetShard) -> dict[str, str]:
         "model": str(shard.folder),
         "draft": str(config.speculative.draft),
         "device": config.device,
+        "gpu": gpu_name(shard.device),
         "dtype": config.dtype,
         "kernel": type(shard.runner.model).__name__,
         "torch": torch.__version__,

@@ -21,6 +21,12 @@ def bundles(settings: AppSettings) -> list[dict[str, float]]:
     return [{"CPU": 1.0 + settings.cpus_per_shard * engine.tensor_parallel_size}]
 
 
+def most_cpus(settings: AppSettings) -> float:
+    """CPUs that Ray needs for the bundles of one replica, on whichever device it runs."""
+    on_cuda = 1.0 + settings.engine.tensor_parallel_size
+    return max(on_cuda, sum(bundle["CPU"] for bundle in bundles(settings)))
+
+
 def shard_bundle(engine: EngineConfig, rank: int) -> int:
     """Index of the bundle of a target shard."""
     return 1 + rank if engine.device == "cuda" else 0

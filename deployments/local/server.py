@@ -7,6 +7,7 @@ is stopped. Imports neither torch nor Ray: this process only waits.
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from deployments.cluster.drafts import resolve_draft
+from deployments.cluster.placement import most_cpus
 from deployments.http.keys import has_keys
 from deployments.local import machine, preflight, yaml_config
 from deployments.local.doctor import startup_lines
@@ -63,7 +65,7 @@ def serve(values: dict[str, Any], *, start_timeout_s: float) -> int:
     try:
         _prepare(settings, console)
         with console.status("Starting Ray"):
-            ray = LocalRay(num_cpus=SPARE_CPUS + settings.most_replicas * 2).__enter__()
+            ray = LocalRay(num_cpus=SPARE_CPUS + settings.most_replicas * math.ceil(most_cpus(settings))).__enter__()
         with contextlib.closing(_Closing(ray, console, targets_folder(settings.metrics_dir))):
             base = f"http://{LOOPBACK if host in WILDCARDS else host}:{port}"
             with console.status("Deploying"):

@@ -1,143 +1,222 @@
-"""TODO caption."""
+"""The acceptance rules: from the target's logits of drafted spans to accepted tokens and the token after them.
+
+Owns the two implementations, which give equal results. `accept_all` treats all spans together on the device of the
+logits and reads nothing back. `accept_each` is its slow twin: one span after the other, in the order of the paper. Both
+take logits that penalties and grammars have changed already. Three rules, all exact:
+
+    greedy      The target's most likely token is a function of the context. A draft token is accepted if it is that
+                token.
+    coupled     For seeded requests the target's token is a function of (context, stream, position), drawn with Gumbel
+                noise that the draft shares (Daliri, Musco, Suresh 2024). A draft token is accepted if it is that token.
+                The output does not depend on the draft, so equal seeds give equal text at every K.
+    rejection   A draft token is accepted with probability min(1, p / q). After a rejection the token is drawn from
+                max(p - q, 0) (Leviathan et al. 2023, algorithm 1).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
+import numpy as np
 import torch
 from msgspec import Struct
-from msgspec.structs import replace
 
-from engine.core.step import DraftRow, RowVerdict, Span
-from engine.messages import EmittedKind
-from engine.sampling.distribution import Purpose, draw, gumbel, most_likely, stream_seed, uniform, warp
+from engine.core.step import DraftRow, Span
+from engine.sampling.distribution import (
+    Purpose,
+    draw,
+    gumbel,
+    gumbel_of_words,
+    most_likely,
+    seed_words,
+    stream_seed,
+    uniform,
+    warp,
+)
+from engine.sampling.rejection import DraftProbs, DraftTable, Outcome, compare, reject
 from engine.sampling.row_sampling import RowSampling
+from engine.sampling.staging import to_device
+
+AcceptanceKind = Literal["auto", "reference"]
+"""`auto`: all spans together. `reference`: one span after the other."""
 
 
-class _Job(Struct, frozen=True, gc=False):
-    """One span that yields tokens."""
+class SampledSpan(Struct, frozen=True, gc=False):
+    """One span that yields tokens, with its draft and its logit rows."""
 
     index: int
-    """Of the span."""
+    """Index of the span in the batch."""
     span: Span
-    drafted: DraftRow
+    draft_row: DraftRow
     rows: range
-    """Its logit rows: one per draft token, then one."""
+    """Its logit rows: one per draft token, then one more."""
     sampling: RowSampling
 
     @property
     def by_choice(self) -> bool:
-        """Whether the target's token is a function of context and stream, so that drafts need only be compared."""
+        """Whether the target's token is a function of context and stream, so that drafts are only compared with it."""
         return self.sampling.greedy or self.sampling.coupled
 
-
-def _target_choices(logits: torch.Tensor, jobs: Sequence[_Job]) -> list[int]:
-    """The target's token for each row of greedy and coupled spans, one after the other."""
-    if not jobs:
-        return []
-    every = [row for job in jobs for row in job.rows]
-    own = logits if len(every) == len(logits) else logits[every]
-    choices = most_likely(own)
-    sampled: list[int] = []  # indices into `every`
-    samplings: list[RowSampling] = []
-    seeds: list[int] = []
-    offset = 0
-    for job in jobs:
-        if not job.sampling.greedy:
-            sampled += range(offset, offset + len(job.rows))
-            samplings += [job.sampling] * len(job.rows)
-            seeds += _seeds(job, Purpose.TOKEN)
-        offset += len(job.rows)
-    if sampled:
-        probs = warp(own if len(sampled) == len(own) else own[sampled], samplings)
-        noise = gumbel(seeds, torch.arange(probs.shape[-1], device=probs.device))
-        choices[sampled] = draw(probs, noise)
-    result: list[int] = choices.tolist()
-    return result
+    @property
+    def position(self) -> int:
+        """Position of the first draft token in the request."""
+        return len(self.span.request.tokens)
 
 
-def _seeds(job: _Job, purpose: Purpose) -> list[int]:
-    begin = len(job.span.request.tokens)
-    return [
-        stream_seed(job.sampling.stream_key, begin + j, purpose, job.sampling.attempt) for j in range(len(job.rows))
-    ]
+def draft_table(spans: Sequence[SampledSpan], device: torch.device) -> DraftTable:
+    """The draft tokens of the spans; `first_rows` counts the rows of these spans only, one span after the other."""
+    lengths = np.array([len(span.draft_row.token_ids) for span in spans], dtype=np.int64)
+    token_ids = np.full((len(spans), int(lengths.max(initial=0))), -1, dtype=np.int64)
+    for row, span in enumerate(spans):
+        token_ids[row, : lengths[row]] = span.draft_row.token_ids
+    first_rows = np.cumsum(lengths + 1) - (lengths + 1)
+    return DraftTable(*to_device([token_ids, lengths, first_rows], device))
 
 
-def _compare(drafted: Sequence[int], choices: Sequence[int]) -> RowVerdict:
-    """Drafts stand as long as they are what the target chose."""
-    num_accepted = 0
-    while num_accepted < len(drafted) and drafted[num_accepted] == choices[num_accepted]:
-        num_accepted += 1
-    return RowVerdict(tuple(choices[: num_accepted + 1]), num_accepted, _last_kind(len(drafted), num_accepted))
-
-
-def _with_prompt(verdict: RowVerdict, before: RowVerdict) -> RowVerdict:
-    """With what has been said about the prompt."""
-    return replace(verdict, prompt_logprobs=before.prompt_logprobs) if before.prompt_logprobs else verdict
-
-
-def _last_kind(num_drafted: int, num_accepted: int) -> EmittedKind:
-    if num_drafted == 0:
-        return "plain"
-    return "bonus" if num_accepted == num_drafted else "recovered"
-
-
-def _reject_all(
-    logits: torch.Tensor, jobs: Sequence[_Job], vocab: torch.Tensor | None, verdicts: list[RowVerdict]
-) -> None:
-    """Rejection sampling over every span that asks for it."""
-    if not jobs:
-        return
-    every = [row for job in jobs for row in job.rows]
-    samplings = [job.sampling for job in jobs for _ in job.rows]
-    probs = warp(logits if len(every) == len(logits) else logits[every], samplings)
-    for job in jobs:
-        own, probs = probs[: len(job.rows)], probs[len(job.rows) :]
-        verdict = _reject(own, len(job.span.request.tokens), job.sampling, job.drafted, vocab)
-        verdicts[job.index] = _with_prompt(verdict, verdicts[job.index])
-
-
-def _reject(
-    target_probs: torch.Tensor, position: int, sampling: RowSampling, drafted: DraftRow, vocab: torch.Tensor | None
-) -> RowVerdict:
-    """Rejection sampling over one span.
+def accept_all(logits: torch.Tensor, spans: Sequence[SampledSpan], vocab: torch.Tensor | None) -> Outcome:
+    """Apply the rules to all spans together, without a read from the device.
 
     Args:
-        target_probs: [k + 1, V] p, warped.
-        position: where the first draft token stands.
-        drafted: tokens and the laws q they were drawn from.
-        vocab: target ids of q's columns.
+        logits: [R, V] float32.
+        spans: the spans; those that are `by_choice` come first.
+        vocab: [draft_vocab] int64 target token id of each column of the draft's probabilities, or None.
+
+    Returns:
+        The outcome of each span, on the device of the logits.
     """
-    k = len(drafted.token_ids)
-    tokens: list[int] = []
-    for j, token in enumerate(drafted.token_ids):
-        q = _draft_probs(drafted, j, vocab, target_probs[j])
-        accept = uniform(stream_seed(sampling.stream_key, position + j, Purpose.ACCEPT, sampling.attempt))
-        if accept * float(q[token]) < float(target_probs[j, token]):
-            tokens.append(token)
+    num_choices = sum(span.by_choice for span in spans)
+    outcomes = []
+    if num_choices > 0:
+        group = spans[:num_choices]
+        choices = _target_choices(_rows_of(logits, group), group)
+        outcomes.append(compare(choices, draft_table(group, logits.device)))
+    if num_choices < len(spans):
+        outcomes.append(_reject_all(logits, spans[num_choices:], vocab))
+    if len(outcomes) == 1:
+        return outcomes[0]
+    return Outcome(
+        torch.cat([outcome.num_accepted for outcome in outcomes]),
+        torch.cat([outcome.last_token for outcome in outcomes]),
+    )
+
+
+def _rows_of(logits: torch.Tensor, spans: Sequence[SampledSpan]) -> torch.Tensor:
+    """The logit rows of these spans, one span after the other."""
+    rows = [row for span in spans for row in span.rows]
+    if rows == list(range(len(logits))):
+        return logits
+    (index,) = to_device([np.array(rows, dtype=np.int64)], logits.device)
+    return logits.index_select(0, index)
+
+
+def _target_choices(logits: torch.Tensor, spans: Sequence[SampledSpan]) -> torch.Tensor:
+    """[R] int64: the target's token of each row of greedy and coupled spans."""
+    coupled: list[int] = []
+    samplings: list[RowSampling] = []
+    seeds: list[int] = []
+    first = 0
+    for span in spans:
+        if not span.sampling.greedy:
+            coupled += range(first, first + len(span.rows))
+            samplings += [span.sampling] * len(span.rows)
+            seeds += [_seed(span, offset, Purpose.TOKEN) for offset in range(len(span.rows))]
+        first += len(span.rows)
+    if not coupled:
+        return most_likely(logits)
+    index, words = to_device([np.array(coupled, dtype=np.int64), seed_words(seeds)], logits.device)
+    all_coupled = len(coupled) == len(logits)
+    probs = warp(logits if all_coupled else logits.index_select(0, index), samplings)
+    drawn = draw(probs, gumbel_of_words(words, torch.arange(probs.shape[-1], device=probs.device)))
+    return drawn if all_coupled else most_likely(logits).index_copy(0, index, drawn)
+
+
+def _reject_all(logits: torch.Tensor, spans: Sequence[SampledSpan], vocab: torch.Tensor | None) -> Outcome:
+    """Rejection sampling over all spans that use it."""
+    drafts = draft_table(spans, logits.device)
+    max_k = drafts.token_ids.shape[1]
+    uniforms = np.zeros((len(spans), max_k))
+    seeds = np.zeros((len(spans), max_k + 1), dtype="<u8")
+    rows = np.zeros((len(spans), max_k), dtype=np.int64)
+    from_q = np.zeros(len(spans), dtype=bool)
+    values: list[torch.Tensor] = []
+    num_values = 0
+    for index, span in enumerate(spans):
+        k = len(span.draft_row.token_ids)
+        for offset in range(k):
+            uniforms[index, offset] = uniform(_seed(span, offset, Purpose.ACCEPT))
+            seeds[index, offset] = _seed(span, offset, Purpose.RECOVER)
+        seeds[index, k] = _seed(span, k, Purpose.TOKEN)
+        if span.draft_row.probs is not None and k > 0:
+            from_q[index] = True
+            rows[index, :k] = range(num_values, num_values + k)
+            values.append(span.draft_row.probs[:k])
+            num_values += k
+    words = seed_words(seeds.reshape(-1).tolist()).reshape(*seeds.shape, 2)
+    uniform_rows, word_rows, q_rows, drafted_from_q = to_device([uniforms, words, rows, from_q], logits.device)
+    stacked = None
+    if values:
+        stacked = values[0] if len(values) == 1 else torch.cat(values)
+    target_probs = warp(_rows_of(logits, spans), [span.sampling for span in spans for _ in span.rows])
+    return reject(target_probs, drafts, DraftProbs(stacked, q_rows, drafted_from_q, vocab), uniform_rows, word_rows)
+
+
+def _seed(span: SampledSpan, offset: int, purpose: Purpose) -> int:
+    sampling = span.sampling
+    return stream_seed(sampling.stream_key, span.position + offset, purpose, sampling.attempt)
+
+
+def accept_each(logits: torch.Tensor, spans: Sequence[SampledSpan], vocab: torch.Tensor | None) -> Outcome:
+    """The slow twin of `accept_all`: one span and one row at a time, with many reads. Same arguments and result."""
+    found = [_accept_one(logits[span.rows.start : span.rows.stop], span, vocab) for span in spans]
+    num_accepted = torch.tensor([number for number, _ in found], device=logits.device)
+    return Outcome(num_accepted, torch.tensor([token for _, token in found], device=logits.device))
+
+
+def _accept_one(logits: torch.Tensor, span: SampledSpan, vocab: torch.Tensor | None) -> tuple[int, int]:
+    """Number of accepted draft tokens and the token after them, for one span.
+
+    Args:
+        logits: [k + 1, V] rows of the span.
+    """
+    drafted, sampling = span.draft_row.token_ids, span.sampling
+    if sampling.greedy:
+        return _first_difference(drafted, most_likely(logits).tolist())
+    probs = warp(logits, [sampling] * len(logits))
+    if sampling.coupled:
+        return _first_difference(drafted, [_draw(row, span, j, Purpose.TOKEN) for j, row in enumerate(probs)])
+    for j, token in enumerate(drafted):
+        p, q = probs[j], _draft_probs(span.draft_row, j, vocab, probs[j])
+        if uniform(_seed(span, j, Purpose.ACCEPT)) * float(q[token]) < float(p[token]):
             continue
-        residual = (target_probs[j] - q).clamp_(min=0.0)
+        residual = (p - q).clamp_(min=0.0)
         if not residual.any():  # p equals q but for rounding
-            residual = target_probs[j]
-        tokens.append(_draw_one(residual, position + j, Purpose.RECOVER, sampling))
-        return RowVerdict(tuple(tokens), j, "recovered")
-    tokens.append(_draw_one(target_probs[k], position + k, Purpose.TOKEN, sampling))
-    return RowVerdict(tuple(tokens), k, _last_kind(k, k))
+            residual = p
+        return j, _draw(residual, span, j, Purpose.RECOVER)
+    return len(drafted), _draw(probs[-1], span, len(drafted), Purpose.TOKEN)
 
 
-def _draft_probs(drafted: DraftRow, j: int, vocab: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """q over the target's vocabulary, [V] float32."""
+def _first_difference(drafted: Sequence[int], choices: Sequence[int]) -> tuple[int, int]:
+    """How many draft tokens equal the target's choices, and the choice after them."""
+    number = 0
+    while number < len(drafted) and drafted[number] == choices[number]:
+        number += 1
+    return number, choices[number]
+
+
+def _draft_probs(draft_row: DraftRow, j: int, vocab: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """q of draft token j over the target's vocabulary, [V] float32."""
     q = torch.zeros_like(like)
-    if drafted.probs is None:
-        q[drafted.token_ids[j]] = 1.0
+    if draft_row.probs is None:
+        q[draft_row.token_ids[j]] = 1.0
     elif vocab is None:
-        q[: drafted.probs.shape[-1]] = drafted.probs[j, : len(q)]
+        q[: draft_row.probs.shape[-1]] = draft_row.probs[j, : len(q)]
     else:
-        q[vocab] = drafted.probs[j]
+        q[vocab] = draft_row.probs[j]
     return q
 
 
-def _draw_one(weights: torch.Tensor, position: int, purpose: Purpose, sampling: RowSampling) -> int:
-    seed = stream_seed(sampling.stream_key, position, purpose, sampling.attempt)
-    noise = gumbel([seed], torch.arange(len(weights), device=weights.device))
+def _draw(weights: torch.Tensor, span: SampledSpan, offset: int, purpose: Purpose) -> int:
+    """One token from weights [V]."""
+    noise = gumbel([_seed(span, offset, purpose)], torch.arange(len(weights), device=weights.device))
     return int(draw(weights.unsqueeze(0), noise))

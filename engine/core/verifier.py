@@ -1,13 +1,8 @@
-"""One target forward over committed and drafted tokens, and which of the drafted ones stand.
+"""The verify phase: one target forward over committed and draft tokens, then acceptance of the drafts.
 
-Owns the acceptance rules and the integers of the forward. The forward itself is injected, so the same code verifies
-with a sharded model or with a law of ten tokens in a test. Three rules, all exact:
-
-    greedy      the target's most likely token is a function of the context; a draft token stands if it is that token
-    coupled     seeded requests: the target's token is a function of (context, stream, position), drawn by Gumbel noise
-                that the draft shares (Daliri, Musco, Suresh 2024); a draft token stands if it is that token. The output
-                cannot depend on the draft at all, which is why equal seeds give equal text at every K.
-    rejection   accept with probability min(1, p/q), else draw from max(p - q, 0) (Leviathan et al. 2023, alg. 1)
+Owns the order of operations on the logits of a step: score the prompts, apply each request's logits processor, accept
+or reject, score the emitted tokens, and copy the result to the host once. The forward is injected, so the same code
+verifies with a sharded model and with a toy model of ten tokens. `engine.core.acceptance` holds the acceptance rules.
 """
 
 from __future__ import annotations
@@ -15,14 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import torch
-from msgspec.structs import replace
+from msgspec import Struct
 
-from engine.core.acceptance import _compare, _Job, _reject_all, _target_choices, _with_prompt
+from engine.core.acceptance import AcceptanceKind, SampledSpan, accept_all, accept_each, draft_table
 from engine.core.packing import Forward, pack_step, prompt_rows
 from engine.core.step import Batch, Draft, Features, RowVerdict, Span, Verdict
+from engine.messages import EmittedKind, TokenLogprobs
 from engine.sampling.logits_processor import BatchLogitsProcessor
-from engine.sampling.logprobs import score
+from engine.sampling.logprobs import Scores, score, token_logprobs
+from engine.sampling.rejection import Outcome
+from engine.sampling.staging import to_device, to_host
 
 
 class Verifier:
@@ -31,119 +30,187 @@ class Verifier:
     Args:
         forward: the target.
         block_size: tokens per KV block.
+        acceptance: which implementation of the acceptance rules to use; the results are equal.
     """
 
-    def __init__(self, forward: Forward, *, block_size: int) -> None:
+    def __init__(self, forward: Forward, *, block_size: int, acceptance: AcceptanceKind = "auto") -> None:
         self._forward = forward
         self._block_size = block_size
+        self._acceptance: AcceptanceKind = acceptance
 
     def verify(self, batch: Batch, draft: Draft) -> Verdict:
-        """Run the target once and judge every draft.
+        """Run the target once and accept or reject every draft token.
 
         Raises:
-            ShardDown: when a target shard does not answer.
+            ShardDown: a target shard does not answer.
         """
         begin = time.perf_counter()
         forward_input = pack_step(batch, draft, self._block_size)
         result = self._forward(forward_input)
         forwarded = time.perf_counter()
-        rows = accept_or_reject(result.require_logits(), batch.spans, draft)
+        rows = accept_or_reject(result.require_logits(), batch.spans, draft, acceptance=self._acceptance)
         features = Features(result.hidden, forward_input.q_lens) if result.hidden is not None else None
         sample_s = time.perf_counter() - forwarded
         return Verdict(rows, verify_s=forwarded - begin, sample_s=sample_s, features=features)
 
 
+class _PromptRows(Struct, frozen=True, gc=False):
+    """The logit rows that score the prompt of one span."""
+
+    index: int
+    """Index of the span in the batch."""
+    rows: range
+    tokens: tuple[int, ...]
+    """The prompt tokens to score, one per row."""
+    num_top: int
+
+
 @torch.inference_mode()
-def accept_or_reject(logits: torch.Tensor, spans: Sequence[Span], draft: Draft) -> tuple[RowVerdict, ...]:
-    """Apply each request's rules and its acceptance rule to its rows.
+def accept_or_reject(
+    logits: torch.Tensor, spans: Sequence[Span], draft: Draft, *, acceptance: AcceptanceKind = "auto"
+) -> tuple[RowVerdict, ...]:
+    """Apply each request's logits processor and acceptance rule to its rows. The host waits for the device once.
 
     Args:
-        logits: [R, V] float32, changed in place; for each span the rows that score its prompt, then, if it samples,
+        logits: [R, V] float32, changed in place. For each span: the rows that score its prompt, then, if it samples,
             len(draft) + 1 rows.
+        spans: the spans of the step.
+        draft: the draft tokens, in the order of the spans.
+        acceptance: which implementation of the acceptance rules to use.
     """
-    jobs: list[_Job] = []
-    prompts: list[tuple[int, range]] = []  # span index, its logit rows
+    prompts, sampled = _layout(spans, draft)
+    reported = [place for place, job in enumerate(sampled) if _num_top(job) is not None]
+    results: list[torch.Tensor] = []
+    if prompts:
+        results += _score_prompts(logits, prompts).tensors()
+    if sampled:
+        # The processors change the logits in place; log-probabilities are those of the model.
+        unchanged = _gather(logits, [row for place in reported for row in sampled[place].rows]) if reported else None
+        _process(logits, sampled)
+        accept = accept_each if acceptance == "reference" else accept_all
+        outcome = accept(logits, sampled, draft.vocab)
+        if unchanged is not None:
+            results += _score_emitted(unchanged, sampled, reported, outcome).tensors()
+        results += [outcome.num_accepted, outcome.last_token]
+    return _verdicts(to_host(results), len(spans), prompts, sampled, reported)
+
+
+def _layout(spans: Sequence[Span], draft: Draft) -> tuple[list[_PromptRows], list[SampledSpan]]:
+    """The logit rows of each span. Spans that are `by_choice` come first among those that sample."""
+    prompts: list[_PromptRows] = []
+    sampled: list[SampledSpan] = []
     first = 0
-    for index, span in enumerate(spans):
-        scored = range(first, first + len(prompt_rows(span)))
-        first = scored.stop
+    for index, (span, draft_row) in enumerate(zip(spans, draft.rows, strict=True)):
+        scored = prompt_rows(span)
         if scored:
-            prompts.append((index, scored))
+            submit = span.request.submit
+            tokens = submit.prompt[scored.start + 1 : scored.stop + 1]
+            num_top = submit.sampling.num_prompt_logprobs or 0
+            prompts.append(_PromptRows(index, range(first, first + len(scored)), tokens, num_top))
+            first += len(scored)
         if span.samples:
-            rows = range(first, first + len(draft.rows[index].token_ids) + 1)
-            jobs.append(_Job(index, span, draft.rows[index], rows, span.request.row_sampling))
+            rows = range(first, first + len(draft_row.token_ids) + 1)
+            sampled.append(SampledSpan(index, span, draft_row, rows, span.request.row_sampling))
             first = rows.stop
-    verdicts = _score_prompts(logits, spans, prompts)
-    reported = [job for job in jobs if job.span.request.submit.sampling.num_logprobs is not None]
-    own = logits[[row for job in reported for row in job.rows]] if reported else logits[:0]
-    _shape(logits, jobs)
-    by_choice = [job for job in jobs if job.by_choice]
-    tokens = _target_choices(logits, by_choice)
-    for job in by_choice:
-        verdict = _compare(job.drafted.token_ids, tokens[: len(job.rows)])
-        verdicts[job.index] = _with_prompt(verdict, verdicts[job.index])
-        tokens = tokens[len(job.rows) :]
-    _reject_all(logits, [job for job in jobs if not job.by_choice], draft.vocab, verdicts)
-    _report(own, reported, verdicts)
-    return tuple(verdicts)
+    return prompts, sorted(sampled, key=lambda job: not job.by_choice)
 
 
-def _shape(logits: torch.Tensor, jobs: Sequence[_Job]) -> None:
-    """Penalties and grammar at every position, as they would be if the drafts before it stood."""
+def _num_top(job: SampledSpan) -> int | None:
+    return job.span.request.submit.sampling.num_logprobs
+
+
+def _gather(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """A copy of these rows."""
+    (index,) = to_device([np.array(rows, dtype=np.int64)], logits.device)
+    return logits.index_select(0, index)
+
+
+def _process(logits: torch.Tensor, sampled: Sequence[SampledSpan]) -> None:
+    """Apply penalties and grammars at every position, given that the draft tokens before it are accepted."""
     batch_processor = BatchLogitsProcessor()
-    for job in jobs:
+    for job in sampled:
         logits_processor = job.span.request.logits_processor
         if logits_processor is None:
             continue
         logits_processor.follow(job.span.request.tokens)
         num_tokens = logits_processor.num_tokens
         batch_processor.add(job.rows.start, logits_processor)
-        for row, token in zip(job.rows[1:], job.drafted.token_ids, strict=True):
+        for row, token in zip(job.rows[1:], job.draft_row.token_ids, strict=True):
             if not logits_processor.push(token):
-                break  # it will be rejected, so what follows is never reached
+                break  # This token will be rejected, so no later row is used.
             batch_processor.add(row, logits_processor)
         logits_processor.rewind(num_tokens)
     batch_processor.apply(logits)
 
 
-def _score_prompts(
-    logits: torch.Tensor, spans: Sequence[Span], prompts: Sequence[tuple[int, range]]
-) -> list[RowVerdict]:
-    """Empty verdicts that carry what was asked about the prompts."""
-    verdicts = [RowVerdict()] * len(spans)
-    rows = [row for _, scored in prompts for row in scored]
-    tokens: list[int] = []
-    num_top: list[int] = []
-    for index, scored in prompts:
-        request = spans[index].request
-        first = prompt_rows(spans[index]).start + 1
-        tokens += request.submit.prompt[first : first + len(scored)]
-        num_top += [request.submit.sampling.num_prompt_logprobs or 0] * len(scored)
-    logprobs = score(logits, rows, tokens, num_top)
-    for index, scored in prompts:
-        verdicts[index] = RowVerdict(prompt_logprobs=tuple(logprobs[: len(scored)]))
-        logprobs = logprobs[len(scored) :]
-    return verdicts
+def _score_prompts(logits: torch.Tensor, prompts: Sequence[_PromptRows]) -> Scores:
+    """Score the prompt tokens, one row per token."""
+    tokens = np.array([token for prompt in prompts for token in prompt.tokens], dtype=np.int64)
+    rows = np.array([row for prompt in prompts for row in prompt.rows], dtype=np.int64)
+    index, chosen = to_device([rows, tokens], logits.device)
+    subset = logits if len(rows) == len(logits) else logits.index_select(0, index)
+    return score(subset, chosen, num_top=max(prompt.num_top for prompt in prompts))
 
 
-def _report(logits: torch.Tensor, jobs: Sequence[_Job], verdicts: list[RowVerdict]) -> None:
-    """Add log-probabilities of the emitted tokens.
+def _score_emitted(
+    logits: torch.Tensor, sampled: Sequence[SampledSpan], reported: Sequence[int], outcome: Outcome
+) -> Scores:
+    """Score the emitted tokens of the reported spans, one row per draft token and one more.
 
     Args:
-        logits: the rows of these jobs, one after the other, as the model gave them.
+        logits: the rows of the reported spans, one span after the other, as the model computed them.
+        sampled: all spans that yield tokens.
+        reported: indices into `sampled`.
+        outcome: of all spans in `sampled`.
     """
-    rows: list[int] = []
-    tokens: list[int] = []
-    num_top: list[int] = []
-    first = 0
-    for job in jobs:
-        emitted = verdicts[job.index].token_ids
-        rows += range(first, first + len(emitted))
-        tokens += emitted
-        num_top += [job.span.request.submit.sampling.num_logprobs or 0] * len(emitted)
-        first += len(job.rows)
-    logprobs = score(logits, rows, tokens, num_top)
-    for job in jobs:
-        num = len(verdicts[job.index].token_ids)
-        verdicts[job.index] = replace(verdicts[job.index], logprobs=tuple(logprobs[:num]))
-        logprobs = logprobs[num:]
+    emitted = outcome.emitted(draft_table(sampled, logits.device))
+    places = np.array([place for place in reported for _ in sampled[place].rows], dtype=np.int64)
+    offsets = np.array([j for place in reported for j in range(len(sampled[place].rows))], dtype=np.int64)
+    place_index, offset_index = to_device([places, offsets], logits.device)
+    num_top = max(_num_top(sampled[place]) or 0 for place in reported)
+    return score(logits, emitted[place_index, offset_index], num_top=num_top)
+
+
+def _verdicts(
+    results: list[np.ndarray],
+    num_spans: int,
+    prompts: Sequence[_PromptRows],
+    sampled: Sequence[SampledSpan],
+    reported: Sequence[int],
+) -> tuple[RowVerdict, ...]:
+    """The verdict of each span, from the arrays that `accept_or_reject` has copied to the host."""
+    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+    if prompts:
+        chosen, values, ids = results[:3]
+        logprobs = token_logprobs(chosen, values, ids, [prompt.num_top for prompt in prompts for _ in prompt.rows])
+        for prompt in prompts:
+            prompt_logprobs[prompt.index] = tuple(logprobs[: len(prompt.rows)])
+            logprobs = logprobs[len(prompt.rows) :]
+    verdicts = [RowVerdict(prompt_logprobs=prompt_logprobs.get(index, ())) for index in range(num_spans)]
+    if not sampled:
+        return tuple(verdicts)
+    num_accepted, last_tokens = results[-2].tolist(), results[-1].tolist()
+    emitted_logprobs: dict[int, list[TokenLogprobs]] = {}
+    if reported:
+        tops = [_num_top(sampled[place]) or 0 for place in reported for _ in sampled[place].rows]
+        logprobs = token_logprobs(results[-5], results[-4], results[-3], tops)
+        for place in reported:
+            emitted_logprobs[place] = logprobs[: num_accepted[place] + 1]
+            logprobs = logprobs[len(sampled[place].rows) :]
+    for place, (job, number, last_token) in enumerate(zip(sampled, num_accepted, last_tokens, strict=True)):
+        drafted = job.draft_row.token_ids
+        verdicts[job.index] = RowVerdict(
+            token_ids=(*drafted[:number], last_token),
+            num_accepted=number,
+            last=_last_kind(len(drafted), number),
+            logprobs=tuple(emitted_logprobs.get(place, ())),
+            prompt_logprobs=prompt_logprobs.get(job.index, ()),
+        )
+    return tuple(verdicts)
+
+
+def _last_kind(num_drafted: int, num_accepted: int) -> EmittedKind:
+    """Origin of the last emitted token."""
+    if num_drafted == 0:
+        return "plain"
+    return "bonus" if num_accepted == num_drafted else "recovered"

@@ -19,6 +19,7 @@ from engine.errors import InvalidRequest
 from engine.sampling.distribution import Purpose, draw, gumbel, most_likely, stream_seed, warp
 from engine.sampling.grammar import Grammars, Matcher
 from engine.sampling.logits_processor import BatchLogitsProcessor, Columns, LogitsProcessor
+from engine.sampling.staging import to_host
 
 
 class Proposer:
@@ -234,7 +235,7 @@ class Proposer:
             logits: [len(active), draft_vocab] float32.
         """
         columns = most_likely(logits)
-        confidences = logits.softmax(dim=-1).amax(dim=-1).tolist()
+        most_confident = logits.softmax(dim=-1).amax(dim=-1)
         sampled = [index for index, row in enumerate(active) if not row.sampling.greedy]
         if sampled:
             q = warp(logits[sampled], [active[index].sampling for index in sampled])
@@ -244,8 +245,9 @@ class Proposer:
             ids = self._vocab if self._vocab is not None else torch.arange(logits.shape[-1], device=logits.device)
             noise = gumbel([self._draw_seed(active[index]) for index in sampled], ids)
             columns[sampled] = draw(q, noise)
-        chosen: list[int] = (columns if self._vocab is None else self._vocab[columns]).tolist()
-        for row, token, confidence in zip(active, chosen, confidences, strict=True):
+        token_ids = columns if self._vocab is None else self._vocab[columns]
+        chosen, confidences = to_host([token_ids, most_confident])
+        for row, token, confidence in zip(active, chosen.tolist(), confidences.tolist(), strict=True):
             row.token_ids.append(token)
             row.confidences.append(confidence)
             row.cumulative_confidence *= confidence

@@ -168,8 +168,12 @@ class TargetEndpoint:
         )
 
     def close(self) -> None:
-        """Close the endpoint; the draft notices at once. Idempotent. Views of `probs` stay valid on a CPU only."""
+        """Close the endpoint; the draft notices at once. Idempotent. The device memory stays for `renew`."""
         self._close_host_side()
+
+    def free(self) -> None:
+        """Close, and free the device memory. Every draft that mapped it must be dead: a hung one can still write."""
+        self.close()
         if self._cuda_block is not None:
             del self.probs, self.features, self._payload
             self._cuda = None

@@ -1,6 +1,6 @@
-"""Attention with PyTorch's paged flash attention, on CUDA: it reads the blocks where they lie.
+"""Attention with PyTorch's paged flash attention, on CUDA. It reads K and V in place, without gathering blocks.
 
-The interface, and what the cache and a span are, stand in `engine.model.attention`.
+`engine.model.attention` documents the interface, the layout of the cache and the meaning of a span.
 """
 
 from __future__ import annotations
@@ -12,21 +12,33 @@ import numpy as np
 import torch
 
 from engine.core.step import ForwardInput
+from engine.sampling.staging import to_device
 
 
 @dataclass(frozen=True, slots=True)
 class _Varlen:
-    """A plan on the device, as `varlen_attn` takes it; all int32."""
+    """A forward input on the device, in the form of `varlen_attn`. All tensors are int32."""
 
     cu_q: torch.Tensor
+    """[S + 1] cumulative rows of the spans."""
+    cu_kv: torch.Tensor
+    """[S + 1] cumulative KV lengths. FlashAttention 2 requires both cumulative lengths, also with block tables."""
     kv_lens: torch.Tensor
+    """[S] KV length of each span, its rows included."""
     block_tables: torch.Tensor
+    """[S, W] block ids."""
     max_q: int
     max_kv: int
 
+    @property
+    def window(self) -> tuple[int, int]:
+        """Causal, except that a single row sees all tokens anyway. FlashAttention 2 splits the KV length and packs the
+        query heads of a group only for one row and an unlimited window."""
+        return (-1, -1) if self.max_q == 1 else (-1, 0)
+
 
 class VarlenAttention:
-    """PyTorch's paged flash attention: one call for prefill, decode and verify alike."""
+    """PyTorch's paged flash attention: the same call for prefill, decode and verify."""
 
     def __init__(self, *, device: torch.device) -> None:
         from torch.nn.attention.varlen import varlen_attn
@@ -36,11 +48,20 @@ class VarlenAttention:
 
     def prepare(self, forward_input: ForwardInput, *, block_size: int) -> _Varlen:
         max_kv = int(forward_input.kv_lens.max())
-        cu_q = np.concatenate(([0], np.cumsum(forward_input.q_lens)))
+        cu_q, cu_kv, kv_lens, block_tables = to_device(
+            [
+                _int32(np.concatenate(([0], np.cumsum(forward_input.q_lens)))),
+                _int32(np.concatenate(([0], np.cumsum(forward_input.kv_lens)))),
+                _int32(forward_input.kv_lens),
+                _int32(forward_input.block_tables[:, : -(-max_kv // block_size)]),
+            ],
+            self._device,
+        )
         return _Varlen(
-            cu_q=self._int32(cu_q),
-            kv_lens=self._int32(forward_input.kv_lens),
-            block_tables=self._int32(forward_input.block_tables[:, : -(-max_kv // block_size)]),
+            cu_q=cu_q,
+            cu_kv=cu_kv,
+            kv_lens=kv_lens,
+            block_tables=block_tables,
             max_q=int(forward_input.q_lens.max()),
             max_kv=max_kv,
         )
@@ -53,10 +74,10 @@ class VarlenAttention:
             k_cache,
             v_cache,
             prepared.cu_q,
-            None,
+            prepared.cu_kv,
             prepared.max_q,
             prepared.max_kv,
-            window_size=(-1, 0),
+            window_size=prepared.window,
             enable_gqa=True,
             seqused_k=prepared.kv_lens,
             block_table=prepared.block_tables,
@@ -65,5 +86,6 @@ class VarlenAttention:
             raise TypeError("varlen_attn returned auxiliary outputs that were not asked for")
         return out.reshape(query.shape[0], -1)
 
-    def _int32(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32)).to(self._device, non_blocking=True)
+
+def _int32(values: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.int32]]:
+    return np.ascontiguousarray(values, dtype=np.int32)

@@ -123,7 +123,21 @@ class Group:
                 backend = dist.ProcessGroupGloo(prefixed, rank, size, gloo)
         except RuntimeError as error:
             raise ShardDown(f"shard {rank} of {size}: no connection to its peers: {error}") from None
-        return cls(backend, rank=rank, size=size, device=device, timeout_s=timeout_s)
+        group = cls(backend, rank=rank, size=size, device=device, timeout_s=timeout_s)
+        group._meet()
+        return group
+
+    def _meet(self) -> None:
+        """Run every operation once: NCCL makes its connections at first use, which can take seconds.
+
+        Raises:
+            ShardDown: a peer did not take part.
+        """
+        number = torch.ones(1, device=self._device)
+        self.all_reduce(number)
+        self.gather_logits(number.view(1, 1), [1] * self.size)
+        if int(number) != self.size:
+            raise ShardDown(f"shard {self.rank} of {self.size}: {int(number)} shards took part in the first sum")
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         options = dist.AllreduceOptions()

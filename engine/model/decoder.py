@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -25,6 +24,7 @@ from engine.model.collectives import Collectives
 from engine.model.device import Compute
 from engine.model.layers import Linear, RmsNorm
 from engine.model.rope import Rope, Rotation
+from engine.sampling.staging import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,14 +159,14 @@ class Decoder:
         )
 
     def _inputs(self, forward_input: ForwardInput, *, block_size: int) -> _Inputs:
-        def to_device(values: npt.NDArray[np.int32]) -> torch.Tensor:
-            return torch.from_numpy(values.astype(np.int64)).to(self.device)
-
+        source = forward_input
+        arrays = (source.token_ids, source.positions, source.slots, source.logit_rows)
+        token_ids, positions, slots, logit_rows = to_device([array.astype(np.int64) for array in arrays], self.device)
         return _Inputs(
-            token_ids=to_device(forward_input.token_ids),
-            positions=to_device(forward_input.positions),
-            slots=to_device(forward_input.slots),
-            logit_rows=to_device(forward_input.logit_rows),
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            logit_rows=logit_rows,
             attention=self._attention.prepare(forward_input, block_size=block_size),
         )
 

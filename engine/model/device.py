@@ -1,4 +1,4 @@
-"""Which device, element type and threads a process computes with, from what the settings ask and the machine has."""
+"""The device, element type and threads of a process, from the settings and the machine."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from engine.errors import ConfigError
 
 
 def pick_device(wanted: str) -> torch.device:
-    """The device named, or what there is for `auto`.
+    """The device of a setting: cpu, cuda, or for `auto` cuda where there is one.
 
     Raises:
-        ConfigError: cuda is asked for and there is none.
+        ConfigError: the setting is cuda and there is no GPU.
     """
     has_cuda: bool = torch.cuda.is_available()
     if wanted == "cuda" and not has_cuda:
@@ -26,13 +26,37 @@ def pick_device(wanted: str) -> torch.device:
     return torch.device("cuda" if has_cuda and wanted != "cpu" else "cpu")
 
 
+def with_device(config: EngineConfig, *, has_cuda: bool | None = None) -> EngineConfig:
+    """The settings with `auto` replaced by the device of this machine, so that defaults of the device apply.
+
+    Args:
+        config: the settings.
+        has_cuda: whether there is a GPU; None asks PyTorch.
+
+    Raises:
+        ConfigError: the device does not take `block_size`.
+    """
+    if config.device != "auto":
+        return config
+    found = torch.cuda.is_available() if has_cuda is None else has_cuda
+    return EngineConfig.parse(config.model_dump() | {"device": "cuda" if found else "cpu"})
+
+
+def gpu_name(device: torch.device) -> str:
+    """Name and memory of the GPU, to tell apart measurements of different GPUs; empty for a CPU."""
+    if device.type != "cuda":
+        return ""
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name}, {properties.total_memory >> 20} MiB"
+
+
 def pick_dtype(wanted: str) -> torch.dtype:
-    """`auto` is bfloat16."""
+    """The element type of a setting; `auto` is bfloat16."""
     return torch.float32 if wanted == "float32" else torch.bfloat16
 
 
 def threads_per_shard(config: EngineConfig) -> int:
-    """CPU threads one shard computes with."""
+    """Number of CPU threads of one shard."""
     return config.num_threads or max(1, (os.cpu_count() or 1) // config.tensor_parallel_size)
 
 
@@ -41,8 +65,8 @@ def set_threads(config: EngineConfig, *, own_threads: bool = False) -> None:
 
     Args:
         config: of the engine.
-        own_threads: the forward brings threads of its own, and what is left to PyTorch is small: it gets one, because
-            its threads wait for each other at every operator, which takes long on a busy machine.
+        own_threads: whether the forward has its own threads. PyTorch then computes only small operators and gets one
+            thread, because its threads wait for each other at every operator.
     """
     torch.set_num_threads(1 if own_threads else threads_per_shard(config))
 
@@ -52,14 +76,14 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 1 << 30
 
 _LARGEST_FROM_HEAP = 32 << 20
-"""The most that glibc takes for the mmap threshold."""
+"""Largest mmap threshold that glibc accepts."""
 
 
 def keep_freed_memory() -> bool:
     """Let the allocator keep up to 1 GiB of freed memory for the next step, in the whole process. Repeatable.
 
     Returns:
-        Whether the C library took it; others than glibc do not know it.
+        Whether the C library accepted the setting. Only glibc has it.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -73,8 +97,8 @@ def keep_freed_memory() -> bool:
 
 
 KernelKind = Literal["auto", "native", "torch", "reference"]
-"""Who computes a forward: the fastest that serves; the native library, or an error; PyTorch's operators; their slow
-twins: plain linear layers and norms, and attention in loops."""
+"""The implementation of a forward. `auto`: the fastest one that supports the model. `native`: the native library, or an
+error. `torch`: PyTorch's operators. `reference`: their slow twins, with attention in loops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +106,11 @@ class Compute:
     """Element type, device and kernels of one model in one process."""
 
     dtype: torch.dtype
-    """Of weights, activations and KV cache: bfloat16 or float32."""
+    """Element type of weights, activations and KV cache: bfloat16 or float32."""
     device: torch.device
     kernel: KernelKind
 
     @property
     def layers(self) -> Literal["auto", "reference"]:
-        """Kind of the linear layers, norms and attention where PyTorch computes them."""
+        """Kind of the linear layers, norms and attention computed by PyTorch."""
         return "reference" if self.kernel == "reference" else "auto"

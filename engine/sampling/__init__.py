@@ -1,1 +1,1 @@
-"""Logits become a distribution, and a distribution becomes a token. Knows no request."""
+"""From logits to a distribution, and from a distribution to a token. Knows no request and no batch."""

@@ -1,8 +1,8 @@
-"""What a text must match, as a mask over tokens: compiled grammars, and where a request stands in its own.
+"""Grammars as token masks: validation, compilation, and the grammar state of one request.
 
-Owns the checks of a grammar as a client sent it, the cache of compiled ones, and one matcher per request. Knows token
-ids only: how they spell is told by a `TokenizerInfo` from outside. Stop tokens are allowed exactly where the text is
-complete, and nothing else is allowed where it cannot go on.
+Owns the cache of compiled grammars and one `Matcher` per request. Knows token ids only; the text of each token comes
+from an injected `TokenizerInfo`. Stop tokens are allowed only where the text is complete. They are the only tokens
+allowed where the text cannot continue.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ MAX_GRAMMAR_CHARS = 1 << 17
 Done = Callable[[InvalidRequest | None], None]
 _BOUNDED_CHARACTERS = r"[^\"\\\r\n]"
 _JSON_CHARACTERS = r"[^\0-\x1f\"\\]"
-"""The compiler (0.2.9) lets strings of bounded length hold raw control characters, which JSON does not."""
+"""xgrammar 0.2.9 allows raw control characters in strings of bounded length. JSON does not; see `_parse`."""
 _ANY_OBJECT = '{"type": "object"}'
 
 
 def validate_grammar(spec: GrammarSpec, *, field: str | None = None) -> None:
-    """Check a grammar without a tokenizer; takes milliseconds.
+    """Check a grammar without a tokenizer. Takes milliseconds.
 
     Args:
-        field: name of the offending field, as the client wrote it.
+        spec: the grammar.
+        field: name of the request field that holds it, for the error message.
 
     Raises:
-        InvalidRequest: it does not parse, or asks for something that cannot be enforced.
+        InvalidRequest: the grammar does not parse, or uses a feature that cannot be enforced.
     """
     try:
         _parse(spec)
     except (RuntimeError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"{field or spec.kind}: {_reason(error)}", field=field) from None
-    except (TypeError, AttributeError, KeyError) as error:  # a keyword's value is of a kind that nobody expects
+    except (TypeError, AttributeError, KeyError) as error:  # A keyword has a value of an unexpected type.
         raise InvalidRequest(f"{field or spec.kind}: not well-formed: {error}", field=field) from None
 
 
 def _parse(spec: GrammarSpec) -> xgrammar.Grammar:
-    """Raises ValueError or RuntimeError when it is not a grammar."""
+    """Parse a grammar. Raises ValueError or RuntimeError if it is not valid."""
     if len(spec.text) > MAX_GRAMMAR_CHARS:
         raise ValueError(f"{len(spec.text)} characters given, at most {MAX_GRAMMAR_CHARS} are allowed")
     if spec.kind == "regex":
@@ -63,34 +64,34 @@ def _parse(spec: GrammarSpec) -> xgrammar.Grammar:
     problems = list(schema_problems(schema))
     if problems:
         raise ValueError("; ".join(problems[:5]))
-    # Canonical spacing: less to say for the model, and more of it can be foreseen.
+    # Canonical spacing: fewer tokens to generate, and more of them are forced by the grammar.
     grammar = xgrammar.Grammar.from_json_schema(spec.text, any_whitespace=False)
-    logits_processor = str(grammar)
-    if _BOUNDED_CHARACTERS not in logits_processor:
+    ebnf = str(grammar)
+    if _BOUNDED_CHARACTERS not in ebnf:
         return grammar
-    return xgrammar.Grammar.from_ebnf(logits_processor.replace(_BOUNDED_CHARACTERS, _JSON_CHARACTERS))
+    return xgrammar.Grammar.from_ebnf(ebnf.replace(_BOUNDED_CHARACTERS, _JSON_CHARACTERS))
 
 
 def _choice(choices: Any) -> str:
-    """A grammar of listed texts."""
+    """EBNF text of a grammar that allows exactly the listed texts."""
     if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
         raise ValueError("a list of at least one text is expected, none of them empty")
     return "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 
 
 def _reason(error: BaseException) -> str:
-    """The compiler's message without its place in the compiler."""
+    """The first line of the compiler's message, without its source location."""
     lines = str(error).strip().splitlines()
     text = lines[0] if lines else type(error).__name__
     return text.split(": ", 1)[1] if text.startswith("[") and ": " in text else text
 
 
 class Grammars:
-    """Compiled grammars of one tokenizer. Thread-safe.
+    """Compiled grammars of one tokenizer, with an LRU cache. Thread-safe.
 
     Args:
-        load_info: how each token is spelt; called once, at the first grammar. Its vocabulary is the model's.
-        max_entries: compiled grammars to keep; the one used longest ago goes first.
+        load_info: returns the text of each token; called once, at the first grammar.
+        max_entries: number of compiled grammars to keep.
     """
 
     def __init__(self, load_info: Callable[[], xgrammar.TokenizerInfo], *, max_entries: int = 128) -> None:
@@ -106,7 +107,7 @@ class Grammars:
         self._worker: threading.Thread | None = None
 
     def find(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar | None:
-        """The compiled grammar if it is there already."""
+        """The compiled grammar if it is in the cache, else None."""
         with self._lock:
             compiled = self._compiled.get(spec)
             if compiled is not None:
@@ -114,10 +115,12 @@ class Grammars:
             return compiled
 
     def compile(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
-        """Compile, or find. Takes milliseconds to seconds: keep it off the step loop's thread.
+        """The compiled grammar, from the cache or compiled now. Takes milliseconds to seconds.
+
+        Do not call it in the step loop's thread.
 
         Raises:
-            InvalidRequest: it is no grammar.
+            InvalidRequest: the grammar is not valid.
         """
         with self._compiling:
             compiled = self.find(spec)
@@ -136,7 +139,7 @@ class Grammars:
             return compiled
 
     def prepare(self, spec: GrammarSpec, done: Done) -> None:
-        """Compile in a helper thread; `done` is called there, with the error if it is no grammar."""
+        """Compile in a background thread. `done` is called there, with the error or None."""
         self._jobs.put((spec, done))
         with self._lock:
             if self._worker is None:
@@ -144,10 +147,10 @@ class Grammars:
                 self._worker.start()
 
     def poll(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar | None:
-        """The compiled grammar; None while the helper thread compiles it.
+        """The compiled grammar; None while the background thread compiles it.
 
         Raises:
-            InvalidRequest: it is no grammar.
+            InvalidRequest: the grammar is not valid.
         """
         with self._lock:
             error = self._refused.get(spec)
@@ -174,18 +177,18 @@ class Grammars:
                 self.compile(spec)
             except InvalidRequest as error:
                 done(error)
-            except Exception as error:  # noqa: BLE001  whatever it is, the request that waits must end
+            except Exception as error:  # noqa: BLE001 - any failure must end the request that waits
                 done(InvalidRequest(f"{spec.kind}: {type(error).__name__}: {error}"))
             else:
                 done(None)
 
 
 class Matcher:
-    """Where one request stands in its grammar.
+    """The grammar state of one request.
 
     Args:
         compiled: the grammar.
-        stop_token_ids: tokens that end the text; empty takes the tokenizer's own.
+        stop_token_ids: tokens that end the text; empty means the EOS tokens of the tokenizer.
     """
 
     def __init__(self, compiled: xgrammar.CompiledGrammar, stop_token_ids: Sequence[int]) -> None:
@@ -194,12 +197,14 @@ class Matcher:
         ids = {token for token in self._matcher.stop_token_ids if 0 <= token < self._vocab_size}
         self.stop_token_ids = frozenset(ids)
         self._stops = np.array(sorted(ids), dtype=np.int64)
-        self._last_word = np.uint32(2 ** (self._vocab_size - 32 * (self.num_words - 1)) - 1)  # no bits behind the end
+        self._last_word = np.uint32(
+            2 ** (self._vocab_size - 32 * (self.num_words - 1)) - 1
+        )  # no bits beyond the vocabulary
         self._ended = False
 
     @property
     def num_words(self) -> int:
-        """int32 words of a mask."""
+        """Number of int32 words of a mask row."""
         return -(-self._vocab_size // 32)
 
     @property
@@ -209,11 +214,11 @@ class Matcher:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text may end here."""
+        """Whether the text matches the grammar, so that it may end here."""
         return self._ended or bool(self._matcher.is_completed())
 
     def push(self, token: int) -> bool:
-        """Go on by one token; False, and nothing changed, when it may not stand here."""
+        """Advance by one token. Returns False and changes nothing if the grammar does not allow the token."""
         if self._ended:
             return False
         if token in self.stop_token_ids:
@@ -231,11 +236,12 @@ class Matcher:
             self._matcher.rollback(1)
 
     def fill(self, mask: torch.Tensor, row: int, *, forbid_stop: bool) -> None:
-        """Write the tokens that may stand next into a mask.
+        """Write the mask of the tokens allowed next.
 
         Args:
             mask: [rows, num_words] int32 on the CPU, one bit per token.
-            forbid_stop: no stop token, unless nothing else may stand here.
+            row: row of the mask to write.
+            forbid_stop: allow no stop token, unless no other token is allowed.
         """
         words = mask[row].numpy().view(np.uint32)
         words[:] = 0
@@ -249,7 +255,7 @@ class Matcher:
             np.bitwise_or.at(words, stops // 32, np.uint32(1) << (stops % 32).astype(np.uint32))
 
     def foreseen(self, most: int) -> tuple[int, ...]:
-        """Tokens that the grammar leaves hardly a choice about, at most so many; a guess where spellings differ."""
+        """At most `most` next tokens that the grammar forces. A guess where a text has several tokenizations."""
         if self.is_complete:
             return ()
         return tuple(self._matcher.find_jump_forward_tokens()[:most])

@@ -1,9 +1,9 @@
-"""What a request asks of its logits before they become a law: penalties and grammar, at any position.
+"""Penalties, bias, min_tokens and grammar of a request, applied to its logits at any drafted or committed position.
 
-Owns the state that depends on tokens, and keeps it a function of the tokens alone: `follow` brings it to the committed
-ones, `push` goes on along a draft, `rewind` gives the draft up. So nothing advances that has not been accepted, and
-preemption or another K changes nothing. Collects what all rows of a step ask and applies it at once. The draft uses
-the same code over its own columns.
+Owns the state of a request that depends on its tokens. That state is a function of the tokens alone: `follow` advances
+it to the committed tokens, `push` advances it along a draft, `rewind` rolls the draft back. Therefore K and preemption
+do not change it. `BatchLogitsProcessor` collects the changes of all rows of a step and applies them together. The
+draft uses the same code over its own logit columns.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import xgrammar
 
 from engine.sampling.grammar import Grammars, Matcher
 from engine.sampling.penalties import LogitEdits, Penalties, TokenOptions
+from engine.sampling.staging import to_device
 
 
 class LogitsProcessor:
-    """The rules of one request, at one point of its text.
+    """The logits processor of one request, at one position of its tokens.
 
     Args:
-        options: of the request.
-        matcher: where it stands in its grammar, if it has one.
+        options: options of the request.
+        matcher: grammar state; None for a request without a grammar.
     """
 
     def __init__(self, options: TokenOptions, matcher: Matcher | None = None) -> None:
@@ -35,43 +36,43 @@ class LogitsProcessor:
 
     @classmethod
     def make(cls, options: TokenOptions, grammars: Grammars | None) -> LogitsProcessor:
-        """Compile the grammar, if there is one; see `Grammars.compile` for what that takes and raises."""
+        """Make a processor and compile the grammar, if any. Takes as long and raises as `Grammars.compile`."""
         if options.grammar is None or grammars is None:
             return cls(options)
         return cls(options, Matcher(grammars.compile(options.grammar), options.stop_token_ids))
 
     @property
     def num_tokens(self) -> int:
-        """Tokens followed so far, of prompt and output."""
+        """Number of prompt and generated tokens processed so far."""
         return len(self._tokens)
 
     @property
     def forbids_stop(self) -> bool:
-        """Whether min_tokens is still ahead."""
+        """Whether fewer than min_tokens tokens have been generated, so that no stop token is allowed."""
         return len(self._tokens) - self.options.num_prompt < self.options.min_tokens
 
     @property
     def has_ended(self) -> bool:
-        """Whether a stop token has ended the grammar's text."""
+        """Whether a stop token has ended the text of the grammar."""
         return self.matcher is not None and self.matcher.has_ended
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Of the request."""
+        """Stop tokens of the request."""
         return self.options.stop_token_ids
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Come to the end of `tokens`, which go on from what was followed before."""
+        """Advance to the end of `tokens`, which must extend the tokens processed before."""
         for token in tokens[len(self._tokens) :]:
             if not self._step(token):
                 return
 
     def push(self, token: int) -> bool:
-        """Go on by one token of a draft; False, and nothing changed, when the grammar does not allow it."""
+        """Advance by one draft token. Returns False and changes nothing if the grammar does not allow the token."""
         return self._step(token)
 
     def rewind(self, num_tokens: int) -> None:
-        """Go back to the first `num_tokens` tokens."""
+        """Roll back to the first `num_tokens` tokens."""
         while len(self._tokens) > num_tokens:
             token = self._tokens.pop()
             generated = len(self._tokens) >= self.options.num_prompt
@@ -80,7 +81,7 @@ class LogitsProcessor:
                 self.matcher.pop()
 
     def edits(self) -> LogitEdits | None:
-        """Of single logits at the next position."""
+        """Changes of single logits at the next position; None if there are none."""
         return self._penalties.edits()
 
     def _step(self, token: int) -> bool:
@@ -93,10 +94,10 @@ class LogitsProcessor:
 
 
 class Columns:
-    """Which token each column of the logits stands for, where that is not the column's own number.
+    """The mapping between token ids and logit columns of a draft with a reduced vocabulary.
 
     Args:
-        vocab: [columns] int64 token ids.
+        vocab: [columns] int64 token id of each column.
     """
 
     def __init__(self, vocab: torch.Tensor) -> None:
@@ -106,16 +107,16 @@ class Columns:
         self._of_token[ids] = np.arange(len(ids))
 
     def of(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Columns of tokens, -1 where there is none."""
+        """The column of each token; -1 for tokens without a column."""
         inside = token_ids < len(self._of_token)
         return np.where(inside, self._of_token[np.where(inside, token_ids, 0)], -1)
 
 
 class BatchLogitsProcessor:
-    """Collects what the rules ask of single rows, then changes the logits of all of them at once.
+    """Collects the changes of single rows, then applies them to the logits of all rows together.
 
     Args:
-        columns: None when column i is token i.
+        columns: mapping of a reduced vocabulary; None means that column i is token i.
     """
 
     def __init__(self, columns: Columns | None = None) -> None:
@@ -126,11 +127,11 @@ class BatchLogitsProcessor:
 
     @property
     def can_exclude_all(self) -> bool:
-        """Whether a row may be left without any possible column."""
+        """Whether a row can have no allowed column left after `apply`."""
         return bool(self._masked or self._forbidden)
 
     def add(self, row: int, logits_processor: LogitsProcessor) -> None:
-        """Row `row` of the logits is the position where these rules stand now."""
+        """Apply the processor, at its current position, to row `row` of the logits."""
         edits = logits_processor.edits()
         if edits is not None:
             self._edits.append((row, edits))
@@ -142,40 +143,51 @@ class BatchLogitsProcessor:
             self._forbidden.append((row, logits_processor.stop_token_ids))
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Change the collected rows in place.
+        """Change the collected rows in place. The host does not wait for the device.
 
         Args:
             logits: [R, columns] float32.
         """
         if self._edits:
             self._apply_edits(logits)
-        for row, token_ids in self._forbidden:
-            # A vocabulary of stop tokens only has no other way to go on.
-            if len(token_ids) < logits.shape[-1]:
-                _, columns = self._place(np.array(token_ids, dtype=np.int64), logits.shape[-1])
-                logits[row, torch.from_numpy(columns).to(logits.device)] = -torch.inf
+        if self._forbidden:
+            self._apply_forbidden(logits)
         if self._masked:
             self._apply_masks(logits)
 
     def _apply_edits(self, logits: torch.Tensor) -> None:
-        rows = np.repeat([row for row, _ in self._edits], [len(edits.token_ids) for _, edits in self._edits])
-        token_ids = np.concatenate([edits.token_ids for _, edits in self._edits])
-        kept, columns = self._place(token_ids, logits.shape[-1])
+        num_edits = [len(edits.token_ids) for _, edits in self._edits]
+        all_rows = np.repeat(np.array([row for row, _ in self._edits], dtype=np.int64), num_edits)
+        kept, columns = self._columns_of(
+            np.concatenate([edits.token_ids for _, edits in self._edits]), logits.shape[-1]
+        )
+        bias = np.concatenate([edits.bias for _, edits in self._edits])[kept]
+        divisor = np.concatenate([edits.divisor for _, edits in self._edits])[kept]
+        offset = np.concatenate([edits.offset for _, edits in self._edits])[kept]
+        rows, places, added, divisors, offsets = to_device(
+            [all_rows[kept], columns, bias, divisor, offset], logits.device
+        )
+        changed = logits[rows, places] + added
+        changed = torch.where(changed > 0, changed / divisors, changed * divisors)
+        logits[rows, places] = changed - offsets
 
-        def values(name: str) -> torch.Tensor:
-            joined = np.concatenate([getattr(edits, name) for _, edits in self._edits])
-            return torch.from_numpy(joined[kept]).to(logits.device)
+    def _apply_forbidden(self, logits: torch.Tensor) -> None:
+        all_rows: list[int] = []
+        all_columns: list[npt.NDArray[np.int64]] = []
+        for row, token_ids in self._forbidden:
+            # If every token is a stop token, none can be forbidden.
+            if len(token_ids) < logits.shape[-1]:
+                _, columns = self._columns_of(np.array(token_ids, dtype=np.int64), logits.shape[-1])
+                all_rows += [row] * len(columns)
+                all_columns.append(columns)
+        if all_rows:
+            rows, places = to_device([np.array(all_rows, dtype=np.int64), np.concatenate(all_columns)], logits.device)
+            logits.index_put_((rows, places), logits.new_full((), -torch.inf))
 
-        where = (torch.from_numpy(rows[kept]).to(logits.device), torch.from_numpy(columns).to(logits.device))
-        divisor = values("divisor")
-        changed = logits[where] + values("bias")
-        changed = torch.where(changed > 0, changed / divisor, changed * divisor)
-        logits[where] = changed - values("offset")
-
-    def _place(
+    def _columns_of(
         self, token_ids: npt.NDArray[np.int64], num_columns: int
     ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
-        """Which of these tokens have a column, and the columns of those."""
+        """Whether each token has a column, and the columns of the tokens that have one."""
         columns = token_ids if self._columns is None else self._columns.of(token_ids)
         kept = (columns >= 0) & (columns < num_columns)
         return kept, columns[kept]
@@ -184,11 +196,12 @@ class BatchLogitsProcessor:
         rows = [row for row, _ in self._masked]
         masks = torch.cat([mask for _, mask in self._masked])
         if self._columns is None and logits.device.type == "cpu":
-            every = torch.full((len(logits), masks.shape[1]), -1, dtype=torch.int32)
-            every[rows] = masks
-            xgrammar.apply_token_bitmask_inplace(logits, every, vocab_size=logits.shape[-1], indices=rows)
+            all_masks = torch.full((len(logits), masks.shape[1]), -1, dtype=torch.int32)
+            all_masks[rows] = masks
+            xgrammar.apply_token_bitmask_inplace(logits, all_masks, vocab_size=logits.shape[-1], indices=rows)
             return
-        bits = (masks.to(logits.device).unsqueeze(-1) >> torch.arange(32, device=logits.device)) & 1
+        index, words = to_device([np.array(rows, dtype=np.int64), masks.numpy()], logits.device)
+        bits = (words.unsqueeze(-1) >> torch.arange(32, device=logits.device)) & 1
         allowed = bits.flatten(1).bool()
         allowed = allowed[:, : logits.shape[-1]] if self._columns is None else allowed[:, self._columns.vocab]
-        logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
+        logits[index] = logits[index].masked_fill(~allowed, -torch.inf)

@@ -1,7 +1,7 @@
-"""What a request adds to and takes from single logits: bias and the three penalties, as sparse edits.
+"""Logit bias and the three penalties of one request, as sparse changes of single logits.
 
-Owns how often each token has occurred, for one request. Knows no probabilities, no batch and no grammar. Tokens are
-pushed as they are committed or drafted, and popped when a draft is given up.
+Owns the token counts of one request. Knows no probabilities, no batch and no grammar. A token is pushed when it is
+committed or drafted, and popped when a drafted token is rolled back.
 
     logit + bias, then divided (or multiplied) by the repetition penalty (Keskar et al. 2019),
     then minus presence and frequency penalties
@@ -19,20 +19,21 @@ import numpy.typing as npt
 from engine.messages import GrammarSpec, SamplingParams
 
 LARGEST = 1e6
-"""Of a penalty or bias: far beyond any logit, and products with token counts still fit in float32."""
+"""Largest magnitude of a penalty or bias. Far above any logit; products with token counts still fit in float32."""
 SMALLEST_REPETITION = 1e-6
+"""Smallest repetition penalty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOptions:
-    """The options that depend on what has been generated, or name single tokens; see `SamplingParams`.
+    """The options that depend on earlier tokens or name single tokens. `SamplingParams` documents them.
 
     Raises:
-        ValueError: a value with which nothing could be computed.
+        ValueError: a value is not finite, out of range, or not a token id.
     """
 
     num_prompt: int
-    """Prompt tokens; what follows them is generated."""
+    """Number of prompt tokens. All later tokens count as generated."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -58,7 +59,7 @@ class TokenOptions:
 
     @classmethod
     def of(cls, sampling: SamplingParams, num_prompt: int) -> Self | None:
-        """None when all are neutral: such a request needs no state and costs nothing."""
+        """The options of a request; None if all have their neutral value, so that the request needs no state."""
         min_tokens = sampling.min_tokens if sampling.stop_token_ids or sampling.grammar is not None else 0
         neutral = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0, 0, 1)
         if neutral and not sampling.logit_bias and min_tokens == 0 and sampling.grammar is None:
@@ -77,7 +78,7 @@ class TokenOptions:
 
 @dataclass(frozen=True, slots=True)
 class LogitEdits:
-    """New values for some logits of one row: ((logit + bias) over or times divisor) - offset, each array [n]."""
+    """New values of n logits of one row: (logit + bias, divided or multiplied by divisor) - offset. Arrays are [n]."""
 
     token_ids: npt.NDArray[np.int64]
     bias: npt.NDArray[np.float32]
@@ -86,11 +87,7 @@ class LogitEdits:
 
 
 class Penalties:
-    """Occurrences of tokens in one request, and the edits that follow from them.
-
-    Args:
-        options: of the request.
-    """
+    """Token counts of one request, and the logit edits that follow from them."""
 
     def __init__(self, options: TokenOptions) -> None:
         self._options = options
@@ -105,7 +102,7 @@ class Penalties:
             self._bias[self._slot(token)] += bias
 
     def push(self, token: int, *, generated: bool) -> None:
-        """One more occurrence."""
+        """Count one more occurrence of a token."""
         self._count(token, 1, generated)
 
     def pop(self, token: int, *, generated: bool) -> None:
@@ -113,7 +110,7 @@ class Penalties:
         self._count(token, -1, generated)
 
     def edits(self) -> LogitEdits | None:
-        """For the next position, given all that has been pushed; None when there are none."""
+        """The edits of the next position, given all pushed tokens; None if there are none."""
         num = len(self._slots)
         if num == 0:
             return None

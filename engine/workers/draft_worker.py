@@ -20,15 +20,16 @@ from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.core.step import ForwardInput, ForwardResult
 from engine.draft.architectures import Architecture, EagleArchitecture, PlainArchitecture
-from engine.draft.messages import DraftInfo
+from engine.draft.messages import DraftInfo, DraftRequestRow
 from engine.draft.proposer import Proposer
 from engine.draft_buffer.target_endpoint import BufferHandle, DraftEndpoint, gpu_uuid, open_draft_buffer
 from engine.errors import ConfigError, EngineUnavailable
 from engine.metrics.counters import MetricCounters, MetricSnapshot
-from engine.model.device import pick_device, pick_dtype, set_threads
+from engine.model.device import pick_device, pick_dtype, set_threads, with_device
 from engine.model.load import LoadedDraft, load_draft
 from engine.model.runner import ModelRunner, kv_bytes_per_token, num_kv_blocks
 from engine.sampling.grammar import Grammars
+from engine.sampling.row_sampling import RowSampling
 from engine.sampling.vocabulary import load_tokenizer_info
 
 _WAIT_PERIOD_S = 0.5
@@ -52,7 +53,7 @@ class DraftWorker:
     _endpoint: DraftEndpoint
 
     def __init__(self, config: EngineConfig, folder: Path, target_folder: Path, *, node_id: str) -> None:
-        self._config = config
+        self._config = config = with_device(config)
         self._folder = folder
         self._target_folder = target_folder
         self._node_id = node_id
@@ -93,15 +94,13 @@ class DraftWorker:
         )
         self._memory_bytes += num_blocks * pool.block_size * kv_bytes_per_token(config, dtype=dtype)
         vocab = draft.decoder.draft_vocab
+        feature_width = draft.head.feature_width if draft.head is not None else 0
         grammars = Grammars(lambda: load_tokenizer_info(self._target_folder, target.vocab_size, target.eos_token_ids))
         self._proposer = Proposer(
             architecture, pool, vocab=vocab, max_model_len=config.max_model_len, grammars=grammars
         )
-        return DraftInfo(
-            width,
-            tuple(vocab.tolist()) if vocab is not None else None,
-            draft.head.feature_width if draft.head is not None else 0,
-        )
+        warm_up(self._proposer, width, feature_width, dtype, self._device)
+        return DraftInfo(width, tuple(vocab.tolist()) if vocab is not None else None, feature_width)
 
     def connect(self, handle: BufferHandle) -> None:
         """Open the buffer that the target made. After `load`.
@@ -180,6 +179,32 @@ class DraftWorker:
         if self._device.type == "cuda":
             return int(torch.cuda.get_device_properties(self._device).total_memory)
         return int(psutil.virtual_memory().total)
+
+
+def warm_up(
+    proposer: Proposer, width: int, feature_width: int, dtype: torch.dtype, device: torch.device, *, k: int = 2
+) -> None:
+    """Draft for two made-up requests, greedy and sampled, so that no request pays for what is loaded at first use.
+
+    On a GPU the first forward loads kernels and makes library handles, which can take longer than a draft's deadline.
+
+    Args:
+        proposer: the draft.
+        width: columns of its probabilities.
+        feature_width: numbers per row that it reads of the target; 0 for none.
+        dtype: of those.
+        device: where it computes.
+        k: tokens to draft.
+    """
+    probs = torch.empty(2, k, width, device=device)
+    features = torch.zeros(1, feature_width, dtype=dtype, device=device) if feature_width > 0 else None
+    places = (0,) * 3 if feature_width > 0 else ()
+    rows = [
+        DraftRequestRow(key, 0, (1,) * 3, k, RowSampling(temperature, 0.9, 0, 1, False), feature_rows=places)
+        for key, temperature in enumerate((0.0, 1.0), start=1)
+    ]
+    proposer.propose(rows, [], probs, features)
+    proposer.propose([], [row.key for row in rows], probs, features)
 
 
 def _architecture(draft: LoadedDraft, width: int, *, num_blocks: int, block_size: int) -> Architecture:

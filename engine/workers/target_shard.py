@@ -26,9 +26,10 @@ from engine.core.step import ForwardInput, ForwardResult
 from engine.errors import ShardDown
 from engine.ipc.forward_broadcast import ForwardHandle, ForwardReceiver, ForwardRingSpec, ForwardSender
 from engine.model.collectives import Collectives, Group, Solo, open_store
-from engine.model.device import pick_device, pick_dtype, set_threads
+from engine.model.device import pick_device, pick_dtype, set_threads, with_device
 from engine.model.load import Model, load_model
 from engine.model.runner import ModelRunner, num_kv_blocks
+from engine.workers.memory_plan import gpu_kv_bytes
 
 PEER_TIMEOUT_S = 30.0
 """Deadline for everything that another shard has to do in a step."""
@@ -70,7 +71,7 @@ class TargetShard:
     def __init__(
         self, config: EngineConfig, folder: Path, *, rank: int, node_id: str, feature_layers: tuple[int, ...] = ()
     ) -> None:
-        self.config = config
+        self.config = config = with_device(config)
         self.rank = rank
         self.folder = folder
         self.node_id = node_id
@@ -122,6 +123,7 @@ class TargetShard:
             device=self.device,
             shard=model.shard,
             kv_cache_tokens=config.kv_cache_tokens,
+            memory_bytes=gpu_kv_bytes(config, model, self.device),
         )
         max_model_len = min(config.max_model_len or model.config.max_model_len, model.config.max_model_len)
         return ShardReady(num_blocks + 1, model.config.vocab_size, max_model_len, str(self.device))

@@ -15,6 +15,7 @@ import torch
 import xgrammar
 from reference import Generated, Spelling
 
+from engine.core.acceptance import AcceptanceKind
 from engine.core.block_pool import BlockPool
 from engine.core.committer import Committer
 from engine.core.drafter import Drafter
@@ -189,6 +190,7 @@ class ToyEngine:
         max_step_tokens: int = 32,
         max_model_len: int = 128,
         grammars: Grammars | None = None,
+        acceptance: AcceptanceKind = "auto",
     ) -> None:
         self.pool = BlockPool(num_blocks, target.block_size, prefix_cache=prefix_cache)
         self.deltas: dict[str, list[Delta]] = {}
@@ -203,7 +205,7 @@ class ToyEngine:
         self.engine = Engine(
             scheduler=scheduler,
             drafter=drafter,
-            verifier=Verifier(target.forward, block_size=target.block_size),
+            verifier=Verifier(target.forward, block_size=target.block_size, acceptance=acceptance),
             committer=Committer(self.pool, scheduler, max_model_len=max_model_len),
             publish=self._collect,
             pacer=pacer,

@@ -1,0 +1,169 @@
+"""The memory plan of one target shard on a GPU: what uses how much, and what is left for the KV cache.
+
+Owns the arithmetic, its printed table and the refusal: pure functions of shapes and sizes. Only `gpu_kv_bytes` asks a
+device. Weights are exact. Activations are an upper bound from the shapes. CUDA contexts, NCCL and the reserve are
+estimates.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.weights import ShardSpec
+from engine.config import DRAFT_METHODS, EngineConfig
+from engine.errors import ConfigError
+from engine.model.load import Model
+
+GIB = 1 << 30
+CONTEXT_BYTES = 3 * GIB // 4
+"""CUDA context, loaded kernels and library workspaces of one process."""
+NCCL_BYTES = GIB
+"""Communicators and their channels, where there is more than one shard."""
+RESERVE_FRACTION = 0.02
+"""Of the device: fragmentation, and what the estimates miss."""
+SAMPLED_LOGIT_BYTES, SCORED_LOGIT_BYTES = 48, 20
+"""Peak bytes per logit of a row that yields a token (sort of top-p included), and of a row that scores the prompt."""
+FEATURE_BYTES = 128 << 20
+"""Hidden states that an eagle draft reads, in the shared block."""
+LEAST_CONTEXT = 4096
+"""Tokens of KV cache that a plan must have room for, or max_model_len if that is shorter."""
+
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One line of the plan."""
+
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The use of one device."""
+
+    device_bytes: int
+    """Bytes that the shard and its draft can use together."""
+    parts: tuple[Part, ...]
+    """Everything but the KV cache."""
+    kv_bytes_per_token: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes left for the KV cache; negative if the parts do not fit."""
+        return self.device_bytes - sum(part.num_bytes for part in self.parts)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV cache can hold."""
+        return max(0, self.kv_bytes) // self.kv_bytes_per_token
+
+    def table(self) -> str:
+        """The plan in lines of GiB."""
+        rows = [*self.parts, Part(f"KV cache ({self.kv_tokens} tokens)", max(0, self.kv_bytes))]
+        lines = [f"{part.name:<40}{part.num_bytes / GIB:>8.2f} GiB" for part in rows]
+        return "\n".join([*lines, f"{'device':<40}{self.device_bytes / GIB:>8.2f} GiB"])
+
+    def check(self, least_tokens: int) -> None:
+        """Whether the cache holds `least_tokens` tokens.
+
+        Raises:
+            ConfigError: it does not, with the table and the settings that change it.
+        """
+        if self.kv_tokens < least_tokens:
+            raise ConfigError(
+                f"memory: the KV cache needs {least_tokens} tokens, this plan has room for {self.kv_tokens}.\n"
+                f"{self.table()}\n"
+                "Lower max_step_tokens, max_num_requests, speculative.k or speculative.memory_fraction, raise "
+                "tensor_parallel_size, or take a smaller model."
+            )
+
+
+def plan_memory(
+    engine: EngineConfig, config: ModelConfig, *, rank: int, device_bytes: int, dtype: torch.dtype = torch.bfloat16
+) -> MemoryPlan:
+    """Plan the memory of one shard.
+
+    Args:
+        engine: the settings.
+        config: of the target.
+        rank: of the shard. Shard 0 shares its device with the draft and computes all logits.
+        device_bytes: bytes of the device that are not used by others.
+        dtype: of weights, activations and KV cache.
+    """
+    shard = ShardSpec(rank, engine.tensor_parallel_size)
+    has_draft = rank == 0 and engine.speculative.method in DRAFT_METHODS
+    parts = [
+        Part("weights", weight_bytes(config, shard, dtype)),
+        Part("activations", activation_bytes(engine, config, shard, dtype)),
+        Part("CUDA contexts", CONTEXT_BYTES * (2 if has_draft else 1)),
+        Part("reserve", int(device_bytes * RESERVE_FRACTION)),
+    ]
+    if shard.size > 1:
+        parts.append(Part("NCCL", NCCL_BYTES))
+    if has_draft:
+        share = engine.speculative.memory_fraction
+        buffer = 4 * engine.max_num_requests * max(1, engine.speculative.k) * config.vocab_size
+        features = FEATURE_BYTES if engine.speculative.method == "eagle" else 0
+        parts.append(Part(f"draft ({share:.0%} of the device)", int(device_bytes * share)))
+        parts.append(Part("draft buffer", buffer + features))
+    heads = shard.kv_heads(config)
+    per_token = 2 * config.num_layers * (heads.stop - heads.start) * config.head_dim * dtype.itemsize
+    return MemoryPlan(device_bytes, tuple(parts), per_token)
+
+
+def gpu_kv_bytes(engine: EngineConfig, model: Model, device: torch.device) -> int | None:
+    """Bytes of a GPU for the KV cache, once the weights are loaded; None on a CPU. Logs the plan of the whole device.
+
+    Raises:
+        ConfigError: there is no room for the cache, with the plan.
+    """
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    available = free + torch.cuda.memory_reserved(device) + CONTEXT_BYTES  # This process has its context already.
+    plan = plan_memory(engine, model.config, rank=model.shard.rank, device_bytes=available, dtype=model.dtype)
+    _log.info("memory of shard %d:\n%s", model.shard.rank, plan.table())
+    longest = engine.max_model_len or model.config.max_model_len
+    plan.check(engine.kv_cache_tokens or min(longest, LEAST_CONTEXT))
+    return plan.kv_bytes
+
+
+def weight_bytes(config: ModelConfig, shard: ShardSpec, dtype: torch.dtype) -> int:
+    """Bytes of the weights of one shard."""
+    groups = shard.kv_heads(config)
+    num_kv = groups.stop - groups.start
+    num_heads = num_kv * (config.num_heads // config.num_kv_heads)
+    inner = _length(shard.part(config.intermediate_size))
+    hidden, dim = config.hidden_size, config.head_dim
+    layer = hidden * dim * (2 * num_heads + 2 * num_kv) + 3 * hidden * inner + 2 * hidden
+    layer += dim * (num_heads + 2 * num_kv) * int(config.qkv_bias) + 2 * dim * int(config.qk_norm)
+    vocab = config.vocab_size * hidden
+    head = 0 if config.tie_word_embeddings and shard.size == 1 else _length(shard.part(config.vocab_size)) * hidden
+    return int(dtype.itemsize * (config.num_layers * layer + vocab + head + hidden))
+
+
+def activation_bytes(engine: EngineConfig, config: ModelConfig, shard: ShardSpec, dtype: torch.dtype) -> int:
+    """Upper bound of the bytes that one step holds besides weights and caches."""
+    groups = shard.kv_heads(config)
+    num_kv = groups.stop - groups.start
+    num_heads = num_kv * (config.num_heads // config.num_kv_heads)
+    inner = _length(shard.part(config.intermediate_size))
+    qkv = (num_heads + 2 * num_kv) * config.head_dim
+    rows = engine.max_step_tokens
+    layers = rows * dtype.itemsize * (6 * config.hidden_size + 5 * qkv + 3 * inner)
+    if shard.rank > 0:
+        return int(layers + rows * dtype.itemsize * 2 * _length(shard.part(config.vocab_size)))
+    sampled = min(rows, engine.max_num_requests * (max(1, engine.speculative.k) + 1))
+    per_row = SAMPLED_LOGIT_BYTES * sampled + SCORED_LOGIT_BYTES * (rows - sampled)
+    return int(layers + per_row * config.vocab_size)
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)

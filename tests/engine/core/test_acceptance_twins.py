@@ -1,0 +1,101 @@
+"""The two implementations of the acceptance rules give equal tokens, for any mix of requests in a step.
+
+Promise: `accept_all`, which treats all spans together, equals `accept_each`, which treats one span after the other, bit
+for bit: both use the same random stream and the same distributions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.core.request import Request
+from engine.core.step import Draft, DraftRow, RowVerdict, Span
+from engine.core.verifier import accept_or_reject
+from engine.messages import SamplingParams, Submit
+from engine.sampling.logits_processor import LogitsProcessor
+from engine.sampling.penalties import TokenOptions
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+VOCAB = 300
+SAMPLINGS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.4, 1.0]),
+    top_p=st.sampled_from([1.0, 0.9, 0.3]),
+    top_k=st.sampled_from([0, 5, 280]),
+    min_p=st.sampled_from([0.0, 0.05]),
+    presence_penalty=st.sampled_from([0.0, 0.5]),
+    seed=st.sampled_from([None, None, 7]),
+    num_logprobs=st.sampled_from([None, 0, 3]),
+    num_prompt_logprobs=st.sampled_from([None, None, 2]),
+)
+SPANS = st.lists(st.tuples(SAMPLINGS, st.integers(0, 4), st.booleans(), st.booleans()), min_size=1, max_size=6)
+
+
+def step_of(spans: list[Any], vocab: torch.Tensor | None, seed: int) -> tuple[torch.Tensor, list[Span], Draft]:
+    """A step of spans (sampling, k, drafted from q, drafted by the target's own distribution)."""
+    generator = torch.Generator().manual_seed(seed)
+    width = VOCAB if vocab is None else len(vocab)
+    step_spans, rows, logits = [], [], []
+    for key, (sampling, k, from_q, close) in enumerate(spans):
+        prompt = tuple(torch.randint(0, VOCAB, (6,), generator=generator).tolist())
+        request = Request(
+            submit=Submit(request_id=str(key), prompt=prompt, sampling=sampling),
+            key=key,
+            stream_key=key + seed,
+            tokens=list(prompt),
+        )
+        options = TokenOptions.of(sampling, len(prompt))
+        request.logits_processor = LogitsProcessor(options) if options is not None else None
+        num_prompt_rows = 0 if sampling.num_prompt_logprobs is None else 5
+        span_logits = torch.randn(num_prompt_rows + k + 1, VOCAB, generator=generator) * 3
+        own = span_logits[num_prompt_rows : num_prompt_rows + k]
+        columns = own if vocab is None else own[:, vocab]
+        q = torch.softmax(columns + (0.1 if close else 3.0) * torch.randn(k, width, generator=generator), -1)
+        tokens = torch.multinomial(q, 1, generator=generator).flatten() if k else torch.zeros(0, dtype=torch.long)
+        token_ids = (tokens if vocab is None else vocab[tokens]).tolist()
+        step_spans.append(Span(request, 0, len(prompt), k, True, "plan"))
+        rows.append(DraftRow(tuple(token_ids), q if from_q else None))
+        logits.append(span_logits)
+    return torch.cat(logits), step_spans, Draft(tuple(rows), vocab)
+
+
+def tokens_of(verdicts: tuple[RowVerdict, ...]) -> list[Any]:
+    return [(verdict.token_ids, verdict.num_accepted, verdict.last) for verdict in verdicts]
+
+
+@settings(max_examples=120, deadline=None)
+@given(spans=SPANS, reduced=st.booleans(), seed=st.integers(0, 2**31))
+def test_both_implementations_give_equal_verdicts(spans: list[Any], reduced: bool, seed: int) -> None:
+    vocab = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[:200] if reduced else None
+    logits, step_spans, draft = step_of(spans, vocab, seed)
+    fast = accept_or_reject(logits.clone(), step_spans, draft)
+    slow = accept_or_reject(logits.clone(), step_spans, draft, acceptance="reference")
+    assert tokens_of(fast) == tokens_of(slow)
+    assert [verdict.logprobs for verdict in fast] == [verdict.logprobs for verdict in slow]
+    assert [verdict.prompt_logprobs for verdict in fast] == [verdict.prompt_logprobs for verdict in slow]
+    for (sampling, *_), verdict in zip(spans, fast, strict=True):
+        assert len(verdict.logprobs) == (0 if sampling.num_logprobs is None else len(verdict.token_ids))
+        assert len(verdict.prompt_logprobs) == (0 if sampling.num_prompt_logprobs is None else 5)
+
+
+def test_drafts_are_accepted_recovered_and_extended() -> None:
+    """The three outcomes of a drafted span, with a target that is certain of token 1."""
+    logits = torch.full((6, 4), -50.0)
+    logits[:, 1] = 50.0
+    sampling = SamplingParams(temperature=1.0)
+    spans, rows = [], []
+    for key, drafted in enumerate(((1,), (2, 1), ())):
+        request = Request(
+            submit=Submit(request_id=str(key), prompt=(0,), sampling=sampling), key=key, stream_key=key, tokens=[0]
+        )
+        spans.append(Span(request, 0, 1, len(drafted), True, "plan"))
+        rows.append(DraftRow(drafted))
+    for acceptance in ("auto", "reference"):
+        verdicts = accept_or_reject(logits.clone(), spans, Draft(tuple(rows)), acceptance=acceptance)
+        assert tokens_of(verdicts) == [((1, 1), 1, "bonus"), ((1,), 0, "recovered"), ((1,), 0, "plain")]
