@@ -5,13 +5,16 @@ Owns the mapping from settings to deployment options. Runs once per `serve deplo
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import ray
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
 
 from deployments.cluster.placement import bundles
+from deployments.cluster.request_router import ROUTER_PATH
 from deployments.cluster.serve_autoscaling import POLICY_PATH
 from deployments.replica import Replica
 from deployments.settings import AppSettings
@@ -32,6 +35,7 @@ def build(args: dict[str, Any]) -> Application:
     deployment = serve.deployment(serve.ingress()(Replica)).options(
         name="Replica",
         **_replicas(settings),
+        **_router(),
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=3 * HEALTH_PERIOD_S,
@@ -57,6 +61,13 @@ def _replicas(settings: AppSettings) -> dict[str, Any]:
         "policy": {"policy_function": POLICY_PATH, "policy_kwargs": {"tpot_s": chosen.tpot_s}},
     }
     return {"autoscaling_config": config}
+
+
+def _router() -> dict[str, Any]:
+    """Serve's deployment option for routing. HAProxy balances load by itself and refuses a router of the deployment."""
+    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
+        return {}
+    return {"request_router_config": RequestRouterConfig(request_router_class=ROUTER_PATH)}
 
 
 def with_device(settings: AppSettings) -> AppSettings:

@@ -49,6 +49,13 @@ def settings_markdown() -> str:
     return "".join(parts)
 
 
+def settings_lines() -> list[str]:
+    """One line per setting for a terminal: name, default, allowed values, meaning."""
+    rows = [tuple(cell.strip("`") for cell in row) for *_, prefix, model in SECTIONS for row in _rows(prefix, model)]
+    width = max(len(name) for name, *_ in rows)
+    return [f"{name:{width}}  {default or '-':12}  {allowed}: {meaning}" for name, default, allowed, meaning in rows]
+
+
 def _rows(prefix: str, model: type[Settings]) -> Iterator[tuple[str, str, str, str]]:
     schema = model.model_json_schema()
     for name, entry in schema["properties"].items():

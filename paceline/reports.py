@@ -1,4 +1,4 @@
-"""`paceline simulate` and `paceline metrics`: what can be said without a server.
+"""`paceline simulate`, `paceline metrics` and `paceline settings`: what can be said without a server.
 
 Knows the options and how the results are printed.
 """
@@ -15,7 +15,7 @@ WORKLOAD_NAMES = ("adversarial", "chat", "code", "high temperature", "summarizat
 
 
 def add_report_parsers(commands: Any) -> None:
-    """Add `simulate` and `metrics` to the command's subparsers."""
+    """Add `simulate`, `metrics` and `settings` to the command's subparsers."""
     simulate = commands.add_parser(
         "simulate",
         help="compare policies on simulated hardware and load",
@@ -32,6 +32,18 @@ def add_report_parsers(commands: Any) -> None:
     metrics = commands.add_parser("metrics", help="list every metric: name, type, labels, meaning")
     metrics.add_argument("--markdown", action="store_true", help="as the page in docs, with a query for each")
     metrics.set_defaults(run=_metrics)
+    settings = commands.add_parser("settings", help="list every setting: name, default, allowed values, meaning")
+    settings.add_argument("--markdown", action="store_true", help="as the page in docs")
+    settings.set_defaults(run=_settings)
+
+
+def _settings(options: argparse.Namespace) -> int:
+    from deployments.settings_page import settings_lines, settings_markdown
+
+    print(
+        settings_markdown() if options.markdown else "\n".join(settings_lines()), end="" if options.markdown else "\n"
+    )
+    return 0
 
 
 def _metrics(options: argparse.Namespace) -> int:
