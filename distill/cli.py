@@ -20,20 +20,19 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from distill import corpus
-from distill.card import draft_card, draw_curves, table
-from distill.costs import StepCosts, measure
-from distill.data import Shard, ShardWriter, shard_paths, token_mass
-from distill.decoder import FrozenTarget, fingerprint
-from distill.draft import SmallDraft
-from distill.eagle import EagleDraft
-from distill.evaluate import Acceptance, evaluate
-from distill.export import DraftMismatchError, export_draft, load_draft, start_from
-from distill.generate import Generator, Job
-from distill.prompts import Prompt, prompts
+from distill.data.generate import Generator, Job
+from distill.data.prompts import Prompt, prompts
+from distill.data.shards import Shard, ShardWriter, corpus, shard_paths, token_mass
+from distill.data.sources import collect, is_prose
+from distill.models.costs import StepCosts, measure
+from distill.models.decoder import FrozenTarget, fingerprint
+from distill.models.draft_model import SmallDraft
+from distill.models.eagle import EagleDraft
+from distill.models.export import DraftMismatchError, export_draft, load_draft, start_from
 from distill.settings import Objective, TrainConfig
-from distill.sources import collect, is_prose
-from distill.trainer import train
+from distill.training.card import draft_card, draw_curves, table
+from distill.training.evaluate import Acceptance, evaluate
+from distill.training.trainer import train
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.store import resolve_model
 from engine.errors import ConfigError

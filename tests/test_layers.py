@@ -45,6 +45,7 @@ LAYERS = {
         "text",
         "settings engine_client errors",
     ),
+    "distill": ("options", "cli", "training", "models", "data", "settings"),
     "bench": ("options", "soak peers pace", "engine_only", "load"),
     "dashboards": (
         "options",

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from native_library import needs_library
 from tiny_models import TokenRange, forward_input_of, write_model
 
-from distill.data import (
+from distill.data.generate import Generator, Job, Segment
+from distill.data.likeliest import likeliest
+from distill.data.shards import (
     Document,
     Shard,
     ShardWriter,
@@ -25,9 +27,7 @@ from distill.data import (
     shard_paths,
     token_mass,
 )
-from distill.decoder import FrozenTarget
-from distill.generate import Generator, Job, Segment
-from distill.likeliest import likeliest
+from distill.models.decoder import FrozenTarget
 from engine.model.load import Model, load_model
 from engine.model.runner import ModelRunner
 

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from distill_fakes import VOCAB, open_target, write_target
 
-from distill.data import Batch
-from distill.decoder import FrozenTarget, rms_norm, rope_tables
-from distill.draft import SmallDraft
-from distill.eagle import EagleDraft
-from distill.export import DraftMismatchError, export_draft, load_draft, quantise_rows, start_from
+from distill.data.shards import Batch
+from distill.models.decoder import FrozenTarget, rms_norm, rope_tables
+from distill.models.draft_model import SmallDraft
+from distill.models.eagle import EagleDraft
+from distill.models.export import DraftMismatchError, export_draft, load_draft, quantise_rows, start_from
 
 VOCABULARY = torch.arange(3, 63)
 
@@ -133,7 +133,7 @@ def test_initialised_small_draft_of_all_layers_is_the_target(target: FrozenTarge
     draft.initialise(target)
     with torch.no_grad():
         logits = draft.head(draft.unroll(batch, 1).hidden[0])
-    from distill.decoder import causal_attend
+    from distill.models.decoder import causal_attend
 
     last = target.forward(batch.tokens, torch.arange(10)[None], causal_attend)
     torch.testing.assert_close(logits, target.logits(last)[:, 1:, VOCABULARY], rtol=1e-4, atol=1e-4)

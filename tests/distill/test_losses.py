@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distill.losses import head_loss, overlap, soft_targets
 from distill.settings import Objective
+from distill.training.losses import head_loss, overlap, soft_targets
 
 
 def plain_loss(

@@ -15,14 +15,14 @@ from distill_fakes import VOCAB, open_target, write_shards, write_target
 from safetensors.torch import load_file
 from tiny_tokenizer import byte_level
 
-from distill.data import token_mass
-from distill.decoder import FrozenTarget
-from distill.draft import SmallDraft
-from distill.eagle import EagleDraft
-from distill.evaluate import evaluate, walk
+from distill.data.shards import token_mass
+from distill.models.decoder import FrozenTarget
+from distill.models.draft_model import SmallDraft
+from distill.models.eagle import EagleDraft
 from distill.options import add_distill_parser
 from distill.settings import TrainConfig
-from distill.trainer import rate, train
+from distill.training.evaluate import evaluate, walk
+from distill.training.trainer import rate, train
 
 
 @pytest.fixture(scope="module")

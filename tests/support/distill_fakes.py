@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 import transformers
 
-from distill.data import ShardWriter, shard_paths
-from distill.decoder import FrozenTarget, fingerprint
-from distill.generate import Generator, Job, Segment
+from distill.data.generate import Generator, Job, Segment
+from distill.data.shards import ShardWriter, shard_paths
+from distill.models.decoder import FrozenTarget, fingerprint
 from engine.model.load import Model, load_model
 
 VOCAB = 96

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from distill_fakes import open_target
 
-from distill.decoder import FrozenTarget
-from distill.eagle import EagleDraft
-from distill.export import export_draft
+from distill.models.decoder import FrozenTarget
+from distill.models.eagle import EagleDraft
+from distill.models.export import export_draft
 
 DRAFT_VOCAB = torch.arange(3, 96, 2)
 

@@ -22,9 +22,9 @@ from tiny_eagle import DRAFT_VOCAB, write_eagle
 
 from deployments.cluster.drafts import resolve_draft, with_draft
 from deployments.settings import AppSettings
-from distill.decoder import rms_norm, rope_tables
-from distill.eagle import EagleDraft
-from distill.export import load_draft as load_trained
+from distill.models.decoder import rms_norm, rope_tables
+from distill.models.eagle import EagleDraft
+from distill.models.export import load_draft as load_trained
 from engine.checkpoint.draft_check import check_draft
 from engine.checkpoint.store import resolve_model
 from engine.core.block_pool import BlockPool

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distill.decoder import DecoderConfig, FrozenTarget, rms_norm, rotate
+from distill.models.decoder import DecoderConfig, FrozenTarget, rms_norm, rotate
 
 KeysValues = list[tuple[Tensor, Tensor]]
 """Keys and values [R, T, kv_heads, d]: the first entry of the roots, each further one of a chain step."""

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from distill.data import Batch, batches
-from distill.layers import Chains, VocabularyMap
-from distill.losses import head_loss, soft_targets
+from distill.data.shards import Batch, batches
+from distill.models.layers import Chains, VocabularyMap
 from distill.settings import TrainConfig
+from distill.training.losses import head_loss, soft_targets
 
 
 class Draft(Protocol):

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distill.data import Batch
-from distill.decoder import DecoderConfig, FrozenTarget, rms_norm, rope_tables
-from distill.layers import Chains, DraftLayer, KeysValues, VocabularyMap, copy_layer
+from distill.data.shards import Batch
+from distill.models.decoder import DecoderConfig, FrozenTarget, rms_norm, rope_tables
+from distill.models.layers import Chains, DraftLayer, KeysValues, VocabularyMap, copy_layer
 
 
 class EagleDraft(nn.Module):

@@ -13,10 +13,10 @@ from typing import Any
 
 from rich.table import Table
 
-from distill.costs import StepCosts
-from distill.draft import SmallDraft
-from distill.eagle import EagleDraft
-from distill.evaluate import Acceptance
+from distill.models.costs import StepCosts
+from distill.models.draft_model import SmallDraft
+from distill.models.eagle import EagleDraft
+from distill.training.evaluate import Acceptance
 
 
 def table(results: Mapping[str, Mapping[str, Acceptance]], costs: Mapping[str, StepCosts] | None = None) -> Table:

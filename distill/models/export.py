@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from distill.decoder import DecoderConfig, FrozenTarget, fingerprint
-from distill.draft import SmallDraft
-from distill.eagle import EagleDraft
+from distill.models.decoder import DecoderConfig, FrozenTarget, fingerprint
+from distill.models.draft_model import SmallDraft
+from distill.models.eagle import EagleDraft
 
 LAYER_NAMES = {
     "input_norm": "input_layernorm.weight",

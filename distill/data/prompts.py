@@ -10,9 +10,9 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from distill import templates as t
-from distill import wordlists as w
-from distill.sources import LANGUAGES, Sources, sentences
+from distill.data import templates as t
+from distill.data import wordlists as w
+from distill.data.sources import LANGUAGES, Sources, sentences
 
 Make = Callable[[random.Random, Sources], str]
 

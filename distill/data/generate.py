@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from distill.data import Document
-from distill.likeliest import Likeliest, likeliest
+from distill.data.likeliest import Likeliest, likeliest
+from distill.data.shards import Document
 from engine.config import CPU_BLOCK, CUDA_PAGE
 from engine.core.step import ForwardInput
 from engine.model.load import Model

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from distill.data import ShardWriter
-from distill.generate import Generator, Job, Segment
-from distill.prompts import Prompt
+from distill.data.generate import Generator, Job, Segment
+from distill.data.prompts import Prompt
+from distill.data.shards import ShardWriter
 
 TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
 _MARK = "\N{OBJECT REPLACEMENT CHARACTER}"

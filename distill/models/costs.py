@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distill.decoder import DecoderConfig, DecoderLayer, FrozenTarget, PackedLinear, run_layer
-from distill.draft import SmallDraft
-from distill.eagle import EagleDraft
-from distill.layers import DraftLayer
+from distill.models.decoder import DecoderConfig, DecoderLayer, FrozenTarget, PackedLinear, run_layer
+from distill.models.draft_model import SmallDraft
+from distill.models.eagle import EagleDraft
+from distill.models.layers import DraftLayer
 
 CONTEXT = 256
 """Number of cached tokens while timing."""

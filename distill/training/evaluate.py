@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from distill.data import Batch, Shard, collate
-from distill.losses import overlap, soft_targets
+from distill.data.shards import Batch, Shard, collate
 from distill.settings import Objective
-from distill.trainer import Draft
+from distill.training.losses import overlap, soft_targets
+from distill.training.trainer import Draft
 
 Bits = npt.NDArray[np.bool_]
 Reals = npt.NDArray[np.float32]

@@ -1,0 +1,1 @@
+"""Training data: what the target writes, stored in shards."""

@@ -1,0 +1,1 @@
+"""The drafts that are trained, and their files."""

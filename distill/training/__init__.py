@@ -1,0 +1,1 @@
+"""Training a draft and measuring it."""
