@@ -20,9 +20,10 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from distill.data import corpus
 from distill.data.generate import Generator, Job
 from distill.data.prompts import Prompt, prompts
-from distill.data.shards import Shard, ShardWriter, corpus, shard_paths, token_mass
+from distill.data.shards import Shard, ShardWriter, shard_paths, token_mass
 from distill.data.sources import collect, is_prose
 from distill.models.costs import StepCosts, measure
 from distill.models.decoder import FrozenTarget, fingerprint
