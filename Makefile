@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 LOCK := uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --no-annotate --no-header --quiet
 export TORCH TORCH_INDEX
 
-.PHONY: serve test test-all check mutants format lock clean
+.PHONY: serve test test-all check mutants format lock docs clean
 
 serve: $(STAMP)
 	@exec $(BIN)/paceline serve $(ARGS)
@@ -31,6 +31,11 @@ check: $(STAMP)
 # Mutation testing of one folder: make mutants FOLDER=engine/core ARGS='--num 50 --seed 1'. Minutes; not part of CI.
 mutants: $(STAMP)
 	$(BIN)/python tests/support/mutants.py $(FOLDER) $(ARGS)
+
+# The documentation as a site in build/site.
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/mkdocs build --quiet --site-dir build/site
 
 format: $(STAMP)
 	$(BIN)/ruff format .
