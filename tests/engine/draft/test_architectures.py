@@ -55,6 +55,7 @@ def test_a_draft_model_needs_neither_features_nor_hidden_states() -> None:
     assert torch.equal(second.logits, torch.from_numpy(model.logits_after([1, 2, 3]))[None])
 
 
+@torch.inference_mode()
 def test_an_eagle_draft_combines_tokens_with_features_then_with_its_own_output(loaded: LoadedDraft) -> None:
     """The table of projected embeddings gives the same as projecting each token."""
     assert loaded.head is not None

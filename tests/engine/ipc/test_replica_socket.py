@@ -47,14 +47,26 @@ def served() -> Iterator[Served]:
 
 def connect(served: Served) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(10)
-    connection.connect(served.socket.path)
+    try:
+        connection.settimeout(10)
+        connection.connect(served.socket.path)
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 
+def read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        part = connection.recv(num_bytes - len(data))
+        assert part, "the connection ended early"
+        data += part
+    return data
+
+
 def read_event(connection: socket.socket) -> Event:
-    header = connection.recv(HEADER.size, socket.MSG_WAITALL)
-    return decode_event(connection.recv(frame_len(header), socket.MSG_WAITALL))
+    return decode_event(read_exactly(connection, frame_len(read_exactly(connection, HEADER.size))))
 
 
 def test_commands_reach_the_engine_in_order(served: Served) -> None:
