@@ -76,17 +76,17 @@ class ChoiceBuilder:
         """
         built: dict[tuple[int, int], KChoice] = {}
         choices = []
-        for place in zip(ks, workloads, strict=True):
-            choice = built.get(place)
+        for pair in zip(ks, workloads, strict=True):
+            choice = built.get(pair)
             if choice is None:
-                k, workload = place
+                k, workload = pair
                 choice = KChoice(
                     k,
                     reason if k > 0 else zero_reason,
                     k_by_match=self._k_by_match(workload, lookup_allowed=lookup_allowed),
                     exit_threshold=self._exit_threshold(k, workload),
                 )
-                built[place] = choice
+                built[pair] = choice
             choices.append(choice)
         return choices
 

@@ -93,12 +93,12 @@ class Curves:
     def __getitem__(self, index: int) -> Curve:
         return self._curves[index]
 
-    def learn(self, features: Floats, seen_s: float, noise: float) -> float:
+    def learn(self, features: Floats, measured_s: float, noise: float) -> float:
         """Correct the state by one measurement of `features @ state`.
 
         Args:
             features: [len(state)] weights of the state's values in the measurement.
-            seen_s: the measurement, seconds.
+            measured_s: the measurement, seconds.
             noise: relative standard deviation of the measurement.
 
         Returns:
@@ -111,10 +111,10 @@ class Curves:
         covariance.flat[:: len(size) + 1] += (SINGLE_DRIFT * size) ** 2  # its diagonal
         expected = float(features @ state)
         shared = covariance @ features
-        scale = max(expected, min(seen_s, 4 * expected), SMALLEST_S)
+        scale = max(expected, min(measured_s, 4 * expected), SMALLEST_S)
         variance = float(features @ shared) + (noise * scale) ** 2
         limit = CLIP * variance**0.5
-        residual = max(-limit, min(limit, seen_s - expected))
+        residual = max(-limit, min(limit, measured_s - expected))
         gain = shared / variance
         state += gain * residual
         covariance -= gain[:, None] * shared
@@ -147,14 +147,14 @@ class Curve:
         values -= values[0]
         return values
 
-    def learn(self, x: float, seen_s: float, *, num_units: float = 0.0, times: float = 1.0) -> None:
-        """Learn that `times` jobs of size x with `num_units` of the second quantity took `seen_s` seconds."""
+    def learn(self, x: float, measured_s: float, *, num_units: float = 0.0, times: float = 1.0) -> None:
+        """Learn that `times` jobs of size x with `num_units` of the second quantity took `measured_s` seconds."""
         low, share = self._segment(x)
         share = min(1.0, max(0.0, share))
         features, start = np.zeros(len(self._curves.state)), self._part.start
         features[start + low], features[start + low + 1] = times * (1 - share), times * share
         features[self._part.stop] = num_units
-        off = self._curves.learn(features, seen_s, self._noise)
+        off = self._curves.learn(features, measured_s, self._noise)
         self._noise = max(LEAST_NOISE, self._noise + NOISE_RATE * (min(MOST_NOISE, off) - self._noise))
         self._restore_order(low if share < 0.5 else low + 1)
         self._curves.publish()

@@ -212,9 +212,9 @@ class CostModel:
             self._sample_row_s,
         )
 
-    def _corrected(self, name: str, value: float, seen: float) -> float:
+    def _corrected(self, name: str, value: float, measured: float) -> float:
         self._num_seen[name] = num_seen = self._num_seen.get(name, 0) + 1
-        return max(0.0, value + max(RATE, 1 / num_seen) * self._clipped(name, seen - value))
+        return max(0.0, value + max(RATE, 1 / num_seen) * self._clipped(name, measured - value))
 
     def _clipped(self, name: str, residual: float) -> float:
         usual = self._usual.get(name)

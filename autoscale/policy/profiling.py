@@ -128,33 +128,50 @@ def profile_draft(
         The table with the draft's costs added.
     """
     depth = min(4, max_k)
-    points: list[tuple[int, float]] = []
-    handoffs: list[float] = []
-    catch_ups: list[float] = []
-    for batch in sorted({min(size, max_rows) for size in (1, 4, 16)}):
-        keys = [_PROFILE_KEY + index for index in range(batch)]
-        num_sent = 1
-        ask([_request_row(key, 0, 1, 0) for key in keys], [])
-        passes = []
-        for _ in range(REPEATS + 1):
-            response = ask([_request_row(key, num_sent, 1, depth) for key in keys], [])
-            num_sent += 1
-            passes.append(response.draft_s / depth)
-            handoffs.append(response.handoff_s)
-        points.append((batch, min(passes[1:])))
-        response = ask([_request_row(key, num_sent, SHORT_CONTEXT, 0) for key in keys], [])
-        catch_ups.append(response.draft_s / (SHORT_CONTEXT * batch))
-        ask([], keys)
-    sizes, seconds = zip(*points, strict=True)
+    sizes = sorted({min(size, max_rows) for size in (1, 4, 16)})
+    timed = [_time_draft(ask, batch, depth) for batch in sizes]
+    seconds = [each.pass_s for each in timed]
     pass_s = np.interp(BATCH_KNOTS, sizes, seconds)
     slope = (seconds[-1] - seconds[0]) / max(1, sizes[-1] - sizes[0])
     pass_s += max(0.0, slope) * np.maximum(0, np.array(BATCH_KNOTS) - sizes[-1])
     return replace(
         table,
         pass_s=tuple(float(value) for value in pass_s),
-        catch_up_s=min(catch_ups),
-        handoff_s=statistics.median(handoffs),
+        catch_up_s=min(each.catch_up_s for each in timed),
+        handoff_s=statistics.median([handoff_s for each in timed for handoff_s in each.handoffs_s]),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _DraftTimes:
+    """Measured times of the draft at one batch size."""
+
+    pass_s: float
+    """Seconds of a pass: the fastest."""
+    catch_up_s: float
+    """Seconds for each committed token that the draft reads."""
+    handoffs_s: tuple[float, ...]
+    """Seconds that each draft request took besides the draft's computing."""
+
+
+def _time_draft(
+    ask: Callable[[Sequence[DraftRequestRow], Sequence[int]], DraftResponse], batch: int, depth: int
+) -> _DraftTimes:
+    """Time `depth` passes over `batch` sequences, and the reading of SHORT_CONTEXT tokens each."""
+    keys = [_PROFILE_KEY + index for index in range(batch)]
+    ask([_request_row(key, 0, 1, 0) for key in keys], [])
+    num_sent = 1
+    passes_s: list[float] = []
+    handoffs_s: list[float] = []
+    for _ in range(REPEATS + 1):
+        response = ask([_request_row(key, num_sent, 1, depth) for key in keys], [])
+        num_sent += 1
+        passes_s.append(response.draft_s / depth)
+        handoffs_s.append(response.handoff_s)
+    response = ask([_request_row(key, num_sent, SHORT_CONTEXT, 0) for key in keys], [])
+    ask([], keys)
+    # The first repetition warms up.
+    return _DraftTimes(min(passes_s[1:]), response.draft_s / (SHORT_CONTEXT * batch), tuple(handoffs_s))
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ class ReplicaLoad:
     num_running: float
     """Requests in the batch."""
     num_waiting: float
-    """Requests that wait for a place in the batch."""
+    """Requests that wait to enter the batch."""
     tokens_per_s: float
     """Emitted tokens per second."""
     tpot_s: tuple[float, ...]
