@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,6 +111,26 @@ def test_a_controller_that_dies_or_hangs_is_replaced(fault: Callable[[InProcessA
             assert handle.num_restarts == 1
             await asyncio.sleep(0.05)
             assert len(world.made) == 2, "a healthy controller stays"
+
+    asyncio.run(run())
+
+
+def test_the_watch_ends_when_it_is_cancelled_together_with_a_response() -> None:
+    """`asyncio.wait_for` of Python 3.11 returns the response and drops the cancellation."""
+
+    async def run() -> None:
+        response: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        controller = SimpleNamespace(pid=SimpleNamespace(remote=lambda: asked.set() or response))
+        asked = asyncio.Event()
+        handle = ControllerHandle(lambda: controller, kill=print, check_period_s=0.001)
+        handle.start()
+        task = asyncio.create_task(handle.watch())
+        await asked.wait()
+        await asyncio.sleep(0)
+        response.set_result(1)
+        task.cancel()
+        await asyncio.wait([task], timeout=1)
+        assert task.cancelled()
 
     asyncio.run(run())
 
