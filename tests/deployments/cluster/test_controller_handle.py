@@ -119,15 +119,18 @@ def test_the_watch_ends_when_it_is_cancelled_together_with_a_response() -> None:
     """`asyncio.wait_for` of Python 3.11 returns the response and drops the cancellation."""
 
     async def run() -> None:
-        response: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        controller = SimpleNamespace(pid=SimpleNamespace(remote=lambda: asked.set() or response))
-        asked = asyncio.Event()
+        responses: list[asyncio.Future[int]] = []
+
+        def ask() -> asyncio.Future[int]:
+            responses.append(asyncio.get_running_loop().create_future())
+            return responses[-1]
+
+        controller = SimpleNamespace(pid=SimpleNamespace(remote=ask))
         handle = ControllerHandle(lambda: controller, kill=print, check_period_s=0.001)
         handle.start()
         task = asyncio.create_task(handle.watch())
-        await asked.wait()
-        await asyncio.sleep(0)
-        response.set_result(1)
+        await until(lambda: len(responses) == 1)
+        responses[0].set_result(1)
         task.cancel()
         await asyncio.wait([task], timeout=1)
         assert task.cancelled()
