@@ -22,6 +22,7 @@ from deployments.http.access import Access
 from deployments.http.admin import AdminDependencies, add_admin_routes, admin_key
 from deployments.http.admission import Admission
 from deployments.http.app import ApiDependencies, ApiLimits, attach, build_api
+from deployments.http.connection import BehindProxy
 from deployments.http.direct_port import DirectHttp
 from deployments.http.keys import KeyRing
 from deployments.http.ui_routes import add_ui_routes
@@ -70,7 +71,7 @@ class Replica:
         self._ready = await self._group.start()
         self._observer.start(asyncio.get_running_loop(), node_ip=ray.util.get_node_ip_address())
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    def __serve_build_asgi_app__(self) -> BehindProxy:
         """The application that Serve mounts once the replica is up."""
         settings = self._settings
         limits = ApiLimits(
@@ -104,7 +105,7 @@ class Replica:
         if settings.direct_port is not None:
             self._direct = DirectHttp(app, host=settings.direct_host, port=settings.direct_port)
             self._direct.open()
-        return app
+        return BehindProxy(app)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Called by Serve with the values under `user_config:`, at the start and when only these have changed.

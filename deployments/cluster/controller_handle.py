@@ -74,7 +74,9 @@ class ControllerHandle:
         while True:
             await asyncio.sleep(self._check_period_s)
             try:
-                await asyncio.wait_for(self._actor.pid.remote(), self._hang_timeout_s)
+                # Not wait_for: until Python 3.12 it drops a cancellation that comes together with the response.
+                async with asyncio.timeout(self._hang_timeout_s):
+                    await self._actor.pid.remote()
             except (ray.exceptions.RayError, TimeoutError) as error:
                 _log.warning("replacing the controller: %s", type(error).__name__)
                 self._replace()
@@ -117,7 +119,7 @@ class ControllerHandle:
 
     async def _ask(self, method: str, timeout_s: float, *values: Any, **arguments: Any) -> Any:
         try:
-            call = getattr(self._actor, method).remote(*values, **arguments)
-            return await asyncio.wait_for(call, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await getattr(self._actor, method).remote(*values, **arguments)
         except (ray.exceptions.RayError, TimeoutError) as error:
             raise EngineUnavailable("The controller does not respond; try again soon") from error

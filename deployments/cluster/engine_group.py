@@ -8,6 +8,7 @@ the group is dead, and Serve replaces the replica. Lives in the replica's proces
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -99,6 +100,7 @@ class EngineGroup:
         self._draft_task: asyncio.Task[None] | None = None
         self._num_draft_restarts = 0  # of the drafts of earlier targets
         self._target_metrics = MetricSnapshot()
+        self._decision = ReplicaDecision(num_replicas, "fixed") if num_replicas is not None else None
 
     async def start(self) -> ShardReady:
         """Start everything. Raises what the first failing actor raised, or TimeoutError."""
@@ -146,7 +148,8 @@ class EngineGroup:
         if target is None:
             return None
         try:
-            load: ReplicaLoad = await asyncio.wait_for(target.rank0.replica_load.remote(), self._metrics_timeout_s)
+            async with asyncio.timeout(self._metrics_timeout_s):
+                load: ReplicaLoad = await target.rank0.replica_load.remote()
         except (ray.exceptions.RayError, TimeoutError):
             return None
         return load
@@ -171,34 +174,30 @@ class EngineGroup:
     async def _read_target(self) -> MetricSnapshot:
         target = self._targets.serving
         if target is not None:
-            try:
-                self._target_metrics = await asyncio.wait_for(target.rank0.metrics.remote(), self._metrics_timeout_s)
-            except (ray.exceptions.RayError, TimeoutError):
-                return self._target_metrics
+            with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+                async with asyncio.timeout(self._metrics_timeout_s):
+                    self._target_metrics = await target.rank0.metrics.remote()
         return self._target_metrics
 
     async def _read_draft(self) -> MetricSnapshot:
         if self._draft is None or not self._draft.is_up:
             return MetricSnapshot()
         try:
-            return await asyncio.wait_for(self._draft.metrics(), self._metrics_timeout_s)
+            async with asyncio.timeout(self._metrics_timeout_s):
+                return await self._draft.metrics()
         except (ray.exceptions.RayError, TimeoutError):
             return MetricSnapshot()
 
     async def _count_replicas(self, counters: MetricCounters) -> None:
-        """Enter the wanted number of replicas and its reason, where they are known."""
-        decision: ReplicaDecision | None
-        if self._num_replicas is not None:
-            decision = ReplicaDecision(self._num_replicas, "fixed")
-        else:
-            try:
-                decision = await self.controller.replicas()
-            except EngineUnavailable:
-                decision = None
-        if decision is not None:
-            counters.set("paceline_desired_replicas", decision.replicas)
+        """Enter the last known decision on the number of replicas."""
+        if self._num_replicas is None:
+            with contextlib.suppress(EngineUnavailable):
+                # A new controller knows no decision until the next report of the autoscaler.
+                self._decision = await self.controller.replicas() or self._decision
+        if self._decision is not None:
+            counters.set("paceline_desired_replicas", self._decision.replicas)
             for reason in SCALING_REASONS:
-                counters.set("paceline_scaling_reason", reason == decision.reason, reason)
+                counters.set("paceline_scaling_reason", reason == self._decision.reason, reason)
 
     def _after_restart(self) -> None:
         """A new target serves. Its draft starts in the background."""

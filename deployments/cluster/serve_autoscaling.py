@@ -7,8 +7,8 @@ neither torch nor the engine's processes, and never blocks.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import ray
@@ -17,6 +17,8 @@ from autoscale.replicas.decision import ReplicaDecision, ReplicaLoad, ScalingPar
 from deployments.cluster.placement import CONTROLLER_NAMESPACE, controller_name
 
 POLICY_PATH = "deployments.cluster.serve_autoscaling:TpotPolicy"
+REPORT_PERIOD_S = 5.0
+"""Seconds after which an unchanged decision is reported again, because the controller may have been replaced."""
 
 
 class Context(Protocol):
@@ -36,11 +38,22 @@ class TpotPolicy:
 
     Args:
         tpot_s: objective: time per output token, in seconds.
+        report: sends a decision to the controller of an app; returns whether there is a controller.
+        clock: returns monotonic seconds.
     """
 
-    def __init__(self, tpot_s: float = ScalingParams().tpot_s) -> None:
+    def __init__(
+        self,
+        tpot_s: float = ScalingParams().tpot_s,
+        *,
+        report: Callable[[str, ReplicaDecision], bool] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._params = ScalingParams(tpot_s=tpot_s)
-        self._told: ReplicaDecision | None = None
+        self._report = report or report_to_controller
+        self._clock = clock
+        self._reported: ReplicaDecision | None = None
+        self._reported_s = 0.0
 
     def __call__(self, context: Context) -> tuple[int, dict[str, Any]]:
         """The number of replicas before Serve's delays, and an empty state."""
@@ -51,17 +64,22 @@ class TpotPolicy:
             maximum=context.capacity_adjusted_max_replicas,
             params=self._params,
         )
-        told = self._told
-        if told is None or (told.replicas, told.reason) != (decision.replicas, decision.reason):
-            self._tell(context.app_name or "", decision)
+        now_s, last = self._clock(), self._reported
+        is_new = last is None or (last.replicas, last.reason) != (decision.replicas, decision.reason)
+        is_due = now_s - self._reported_s >= REPORT_PERIOD_S
+        if (is_new or is_due) and self._report(context.app_name or "", decision):
+            self._reported, self._reported_s = decision, now_s
         return decision.replicas, {}
 
-    def _tell(self, app_name: str, decision: ReplicaDecision) -> None:
-        """Let the app's controller know; while it has none, again with the next decision."""
-        with contextlib.suppress(ValueError, ray.exceptions.RayError):
-            controller = ray.get_actor(controller_name(app_name), namespace=CONTROLLER_NAMESPACE)
-            controller.scaled.remote(decision)
-            self._told = decision
+
+def report_to_controller(app_name: str, decision: ReplicaDecision) -> bool:
+    """Send a decision to the controller of an app. Returns False if the app has no controller now."""
+    try:
+        controller = ray.get_actor(controller_name(app_name), namespace=CONTROLLER_NAMESPACE)
+        controller.scaled.remote(decision)
+    except (ValueError, ray.exceptions.RayError):
+        return False
+    return True
 
 
 def readings_of(metrics: Mapping[str, Mapping[Any, float]]) -> list[ReplicaLoad]:

@@ -12,8 +12,10 @@ import uuid
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.errors import BodyTooLarge, BodyTooSlow, UnsupportedMediaType, to_http
@@ -62,6 +64,29 @@ class RequestContext:
             if is_started:
                 raise
             await to_http(error).response()(scope, receive, send_with_id)
+
+
+class BehindProxy:
+    """An application for Serve, whose proxy adds `x-request-id` to every response: removes the one of `RequestContext`.
+
+    Serve also reads `routes`, for the route labels of its metrics.
+    """
+
+    def __init__(self, app: Starlette) -> None:
+        self._app = app
+
+    @property
+    def routes(self) -> list[BaseRoute]:
+        """The routes of the application."""
+        return self._app.routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_without_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                del MutableHeaders(scope=message)["x-request-id"]
+            await send(message)
+
+        await self._app(scope, receive, send_without_id)
 
 
 def choose_request_id(given: str | None) -> str:

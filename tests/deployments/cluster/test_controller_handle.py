@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,6 +111,29 @@ def test_a_controller_that_dies_or_hangs_is_replaced(fault: Callable[[InProcessA
             assert handle.num_restarts == 1
             await asyncio.sleep(0.05)
             assert len(world.made) == 2, "a healthy controller stays"
+
+    asyncio.run(run())
+
+
+def test_the_watch_ends_when_it_is_cancelled_together_with_a_response() -> None:
+    """`asyncio.wait_for` of Python 3.11 returns the response and drops the cancellation."""
+
+    async def run() -> None:
+        responses: list[asyncio.Future[int]] = []
+
+        def ask() -> asyncio.Future[int]:
+            responses.append(asyncio.get_running_loop().create_future())
+            return responses[-1]
+
+        controller = SimpleNamespace(pid=SimpleNamespace(remote=ask))
+        handle = ControllerHandle(lambda: controller, kill=print, check_period_s=0.001)
+        handle.start()
+        task = asyncio.create_task(handle.watch())
+        await until(lambda: len(responses) == 1)
+        responses[0].set_result(1)
+        task.cancel()
+        await asyncio.wait([task], timeout=1)
+        assert task.cancelled()
 
     asyncio.run(run())
 

@@ -338,5 +338,10 @@ def test_the_wanted_number_of_replicas_is_the_autoscaler_s() -> None:
         assert snapshot.number("paceline_desired_replicas") == 3
         assert snapshot.number("paceline_scaling_reason", "queue") == 1
         assert snapshot.number("paceline_scaling_reason", "fixed") == 0
+        controller.die()
+        await until(lambda: len(world.controllers) == 2)
+        snapshot = await world.group.metrics()
+        assert snapshot.number("paceline_desired_replicas") == 3, "the new controller knows no decision yet"
+        assert snapshot.number("paceline_scaling_reason", "queue") == 1
 
     run(World(num_replicas=None), script)

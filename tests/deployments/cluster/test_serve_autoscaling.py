@@ -1,66 +1,84 @@
-"""Serve's autoscaling policy: it reads what replicas record, and the settings choose one way to set their number."""
+"""The autoscaling policy reports each decision to the app's controller, and repeats it for a new controller."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
+from autoscale.replicas.decision import BATCHES, ReplicaDecision, ReplicaLoad
+from deployments.cluster.serve_autoscaling import REPORT_PERIOD_S, TpotPolicy, readings_of
 
-from autoscale.replicas.decision import BATCHES, ReplicaLoad
-from deployments.app import _replicas
-from deployments.cluster.serve_autoscaling import TpotPolicy, readings_of
-from deployments.settings import AppSettings
-from engine.errors import ConfigError
-
-
-def load(running: float) -> ReplicaLoad:
-    """A replica with a batch of `running` that meets 25 ms up to a batch of about 19."""
-    curve = tuple(0.010 + 0.0008 * batch for batch in BATCHES)
-    rate = running / (0.010 + 0.0008 * running)
-    return ReplicaLoad(num_running=running, num_waiting=0.0, tokens_per_s=rate, tpot_s=curve)
+BUSY = ReplicaLoad(num_running=40, num_waiting=0, tokens_per_s=1000.0, tpot_s=tuple(0.01 + 0.001 * b for b in BATCHES))
+IDLE = ReplicaLoad(num_running=0, num_waiting=0, tokens_per_s=0.0, tpot_s=BUSY.tpot_s)
 
 
 @dataclass
-class RecordedContext:
-    """The context that Serve passes to a policy, as recorded from a deployment of two replicas."""
+class Context:
+    """The part of Serve's context that the policy reads."""
 
-    aggregated_metrics: dict[str, dict[Any, float]]
-    app_name: str | None = "no-such-app"
+    loads: list[ReplicaLoad]
+    app_name: str | None = "app"
     target_num_replicas: int = 2
     capacity_adjusted_min_replicas: int = 1
-    capacity_adjusted_max_replicas: int = 4
-    policy_state: dict[str, Any] = field(default_factory=dict)
+    capacity_adjusted_max_replicas: int = 9
+
+    @property
+    def aggregated_metrics(self) -> Mapping[str, Mapping[Any, float]]:
+        named = [load.as_numbers() for load in self.loads]
+        return {name: {index: numbers[name] for index, numbers in enumerate(named)} for name in (named or [{}])[0]}
 
 
-def recorded(*loads: ReplicaLoad | None) -> RecordedContext:
-    metrics: dict[str, dict[Any, float]] = {"running_requests": {"replica-0": 3.0}}  # Serve's own
-    for index, one in enumerate(loads):
-        for name, value in (one.as_numbers() if one is not None else {"running": 1.0}).items():
-            metrics.setdefault(name, {})[f"replica-{index}"] = value
-    return RecordedContext(metrics)
+@dataclass
+class World:
+    """A policy, its clock and the controller that it reports to."""
+
+    now_s: float = 100.0
+    has_controller: bool = True
+    reports: list[tuple[str, ReplicaDecision]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.policy = TpotPolicy(0.025, report=self._report, clock=lambda: self.now_s)
+
+    def _report(self, app_name: str, decision: ReplicaDecision) -> bool:
+        if self.has_controller:
+            self.reports.append((app_name, decision))
+        return self.has_controller
 
 
-def test_the_policy_reads_what_replicas_record() -> None:
-    busy = load(40)
-    assert readings_of(recorded(busy, None, load(2)).aggregated_metrics) == [busy, load(2)]
-    assert TpotPolicy(tpot_s=0.025)(recorded(busy, busy))[0] > 2
-    assert TpotPolicy(tpot_s=0.025)(recorded(load(2), load(1)))[0] == 1
-    assert TpotPolicy(tpot_s=0.025)(recorded())[0] == 2
-    assert all(isinstance(value, int | float) for value in busy.as_numbers().values())
+def test_a_decision_is_reported_once_and_again_when_it_changes() -> None:
+    world = World()
+    number, state = world.policy(Context([BUSY, BUSY]))
+    assert state == {}
+    world.policy(Context([BUSY, BUSY]))
+    ((app, decision),) = world.reports
+    assert (app, decision.replicas) == ("app", number)
+    world.policy(Context([IDLE, IDLE]))
+    assert [decision.reason for _, decision in world.reports[1:]] == ["spare"]
 
 
-def settings(**values: Any) -> AppSettings:
-    return AppSettings.parse({"engine": {"model": "smollm2"}, **values})
+def test_an_unchanged_decision_is_repeated_for_a_controller_that_was_replaced() -> None:
+    world = World()
+    world.policy(Context([BUSY, BUSY]))
+    world.now_s += REPORT_PERIOD_S - 0.1
+    world.policy(Context([BUSY, BUSY]))
+    assert len(world.reports) == 1
+    world.now_s += 0.2
+    world.policy(Context([BUSY, BUSY]))
+    assert len(world.reports) == 2
+    assert world.reports[0] == world.reports[1]
 
 
-def test_settings_choose_one_way_to_count() -> None:
-    assert _replicas(settings(num_replicas=3)) == {"num_replicas": 3}
-    config = _replicas(settings(autoscaling={"max_replicas": 3, "tpot_s": 0.02}))["autoscaling_config"]
-    assert config["policy"]["policy_kwargs"] == {"tpot_s": 0.02}
-    assert json.dumps(config)
-    with pytest.raises(ConfigError, match="num_replicas"):
-        settings(num_replicas=2, autoscaling={})
-    with pytest.raises(ConfigError, match="min_replicas"):
-        settings(autoscaling={"min_replicas": 5, "max_replicas": 2})
+def test_without_a_controller_every_call_tries_again() -> None:
+    world = World(has_controller=False)
+    world.policy(Context([BUSY, BUSY]))
+    world.has_controller = True
+    world.policy(Context([BUSY, BUSY]))
+    assert len(world.reports) == 1
+
+
+def test_a_replica_that_has_not_recorded_every_value_does_not_count() -> None:
+    numbers = BUSY.as_numbers()
+    metrics = {name: {"a": value} for name, value in numbers.items()}
+    metrics["running"]["b"] = 3.0
+    assert readings_of(metrics) == [BUSY]

@@ -6,11 +6,16 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import httpx
 import pytest
+from api_harness import dependencies, make_engine
+from ray.serve._private.http_util import RequestIdMiddleware
+from ray.serve._private.thirdparty.get_asgi_route_name import extract_route_patterns
 from starlette.requests import ClientDisconnect, Request
 
 from deployments.errors import BodyTooLarge, BodyTooSlow, UnsupportedMediaType
-from deployments.http.connection import ClientGone, cancel, choose_request_id, read_body, while_connected
+from deployments.http.app import build_api
+from deployments.http.connection import BehindProxy, ClientGone, cancel, choose_request_id, read_body, while_connected
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 
@@ -83,6 +88,30 @@ def test_json_media_types(media_type: str) -> None:
 def test_another_media_type() -> None:
     with pytest.raises(UnsupportedMediaType, match="text/plain"):
         read(receiving(part(b"{}")), content_type="text/plain")
+
+
+def through_proxy(app: Any, path: str) -> httpx.Response:
+    """A GET through the middleware of Serve's HTTP proxy."""
+
+    async def run() -> httpx.Response:
+        transport = httpx.ASGITransport(RequestIdMiddleware(app))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.get(path, headers={"x-request-id": "mine"})
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/no/such/route"])
+def test_one_request_id_behind_the_proxy(path: str) -> None:
+    app = build_api(dependencies(make_engine()))
+    response = through_proxy(BehindProxy(app), path)
+    assert response.headers.get_list("x-request-id") == ["mine"]
+
+
+def test_serve_finds_the_routes_of_the_application() -> None:
+    app = build_api(dependencies(make_engine()))
+    assert extract_route_patterns(BehindProxy(app)) == extract_route_patterns(app)
+    assert "/v1/models" in {pattern.path for pattern in extract_route_patterns(BehindProxy(app))}
 
 
 def test_work_ends_before_the_client() -> None:

@@ -17,7 +17,7 @@ from engine.ipc.wire import (
     SubmitCommand,
     decode_command,
     decode_event,
-    frame,
+    encode_frame,
     frame_len,
 )
 from engine.messages import Delta, GrammarSpec, SamplingParams, Submit
@@ -37,14 +37,14 @@ EVENTS: list[Event] = [
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_survives_its_frame(command: Command) -> None:
-    data = frame(command)
+    data = encode_frame(command)
     assert frame_len(data[: HEADER.size]) == len(data) - HEADER.size
     assert decode_command(data[HEADER.size :]) == command
 
 
 @pytest.mark.parametrize("event", EVENTS)
 def test_an_event_survives_its_frame(event: Event) -> None:
-    data = frame(event)
+    data = encode_frame(event)
     assert frame_len(data[: HEADER.size]) == len(data) - HEADER.size
     assert decode_event(data[HEADER.size :]) == event
 
@@ -52,13 +52,13 @@ def test_an_event_survives_its_frame(event: Event) -> None:
 def test_commands_are_no_events_and_the_other_way_round() -> None:
     for command in COMMANDS:
         with pytest.raises(EngineError, match="not an event"):
-            decode_event(frame(command)[HEADER.size :])
+            decode_event(encode_frame(command)[HEADER.size :])
     for event in EVENTS:
         with pytest.raises(EngineError, match="not a command"):
-            decode_command(frame(event)[HEADER.size :])
+            decode_command(encode_frame(event)[HEADER.size :])
 
 
-@pytest.mark.parametrize("payload", [b"", b"\xc1", frame(COMMANDS[1])[HEADER.size : -1]])
+@pytest.mark.parametrize("payload", [b"", b"\xc1", encode_frame(COMMANDS[1])[HEADER.size : -1]])
 def test_damaged_payloads_are_refused(payload: bytes) -> None:
     with pytest.raises(EngineError, match="not a command"):
         decode_command(payload)
