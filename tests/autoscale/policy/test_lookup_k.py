@@ -15,6 +15,7 @@ from autoscale.control.priors import Kind
 from autoscale.control.report import Aggregator
 from autoscale.policy.cost_model import ROW_KNOTS, CostModel
 from autoscale.policy.goodput import Goodput, make_goodput
+from autoscale.policy.lookup_k import LookupK
 from autoscale.simulation.hardware import cpu_table
 from engine.core.drafter import NoDrafter
 from engine.core.pacing import MAX_MATCH_LEN, NUM_MATCH_CLASSES, KChoice, SpeculationPlan
@@ -153,3 +154,17 @@ def test_greedy_answers_are_the_same_whatever_both_ks_are() -> None:
     for seed in range(3):
         engine = ToyEngine(ToyModel(vocab_size=5), drafter(), TwoKs(seed, 4))
         assert engine.run(submits) == plain
+
+
+def test_before_anything_was_seen_a_longer_match_gets_more_tokens() -> None:
+    """A row pays where it is accepted with 1.1 times its price, 0.35 here; the last prior holds beyond it."""
+    ks = LookupK(8).ks(tokens_per_s=70.0, row_s=0.005, width=8)
+    assert ks[0] == (1, 2, 3, 5)
+    assert ks == [ks[0]] * len(ks), "every kind starts alike"
+    assert LookupK(8).ks(tokens_per_s=70.0, row_s=0.005, width=3)[0] == (1, 2, 3, 3)
+
+
+def test_every_sixty_fourth_call_tries_one_token_where_none_pays() -> None:
+    lookup = LookupK(8)
+    tried = [call for call in range(1, 130) if lookup.ks(tokens_per_s=1000.0, row_s=1.0, width=8)[0] != (0, 0, 0, 0)]
+    assert tried == [64, 128]
