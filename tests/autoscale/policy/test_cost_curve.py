@@ -159,7 +159,7 @@ def test_a_draft_of_one_token_teaches_the_draft_s_costs_as_well() -> None:
     costs = drafting_model()
     costs.observe(structs.replace(make_step([(1, 1)], 0, step_s=0.03), draft_s=0.004, verify_s=0.01, sample_s=0.0))
     assert costs.overhead_s == 0.001
-    assert costs.pass_s(1) > 0.0015, "four times as long as predicted: a hiccup may count for less"
+    assert costs.pass_s(1) > 0.0014, "four times as long as predicted may be a hiccup, so less than half is taken over"
     assert costs.handoff_s == pytest.approx(0.03 - 0.01 - 0.004 - 0.001)
 
 
