@@ -41,3 +41,24 @@ def test_a_step_that_reads_one_token_teaches_the_draft_s_costs_and_not_the_plain
     assert plain.overhead_s == pytest.approx(0.02)
     assert (plain.handoff_s, plain.catch_up_s) == (0.002, 0.0005)
     assert np.allclose(plain.table().pass_s, 0.001)
+
+
+def test_a_draft_of_one_token_teaches_the_draft_s_costs_as_well() -> None:
+    costs = drafting_model()
+    costs.observe(structs.replace(make_step([(1, 1)], 0, step_s=0.03), draft_s=0.004, verify_s=0.01, sample_s=0.0))
+    assert costs.overhead_s == 0.001
+    assert costs.pass_s(1) > 0.0014, "four times as long as predicted may be a hiccup, so less than half is taken over"
+    assert costs.handoff_s == pytest.approx(0.03 - 0.01 - 0.004 - 0.001)
+
+
+def test_a_single_number_follows_the_mean_and_a_hiccup_counts_as_three_usual_ones() -> None:
+    """The overhead of plain steps, in milliseconds: the usual residual is that of the first step at first."""
+    costs = drafting_model()
+    seen = []
+    for overhead_s in (0.002, 0.102, 0.0):
+        costs.observe(
+            structs.replace(make_step([], 1, step_s=0.01 + overhead_s), verify_s=0.01, sample_s=0.0, draft_s=0.0)
+        )
+        seen.append(costs.overhead_s)
+    # First all of it; then half of 3 ms in place of 100; then a third of the way back to 0.
+    assert seen == pytest.approx([0.002, 0.002 + 0.003 / 2, 0.0035 * 2 / 3])

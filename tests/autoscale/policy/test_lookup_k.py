@@ -175,3 +175,17 @@ def test_a_row_that_does_not_pay_is_tried_in_one_call_of_64() -> None:
     assert [index for index, k in enumerate(ks) if k == (1,) * NUM_MATCH_CLASSES] == [63, 127]
     assert sum(map(sum, ks)) == 2 * NUM_MATCH_CLASSES
     assert lookup.ks(tokens_per_s=100.0, row_s=1.0, width=0)[0] == (0,) * NUM_MATCH_CLASSES
+
+
+def test_before_anything_was_seen_a_longer_match_gets_more_tokens() -> None:
+    """A row pays where it is accepted with 1.1 times its price, 0.35 here; the last prior holds beyond it."""
+    ks = LookupK(8).ks(tokens_per_s=70.0, row_s=0.005, width=8)
+    assert ks[0] == (1, 2, 3, 5)
+    assert ks == [ks[0]] * len(ks), "every kind starts alike"
+    assert LookupK(8).ks(tokens_per_s=70.0, row_s=0.005, width=3)[0] == (1, 2, 3, 3)
+
+
+def test_every_sixty_fourth_call_tries_one_token_where_none_pays() -> None:
+    lookup = LookupK(8)
+    tried = [call for call in range(1, 130) if lookup.ks(tokens_per_s=1000.0, row_s=1.0, width=8)[0] != (0, 0, 0, 0)]
+    assert tried == [64, 128]
