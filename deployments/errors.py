@@ -28,6 +28,13 @@ UNAVAILABLE_RETRY_S = 5
 """Seconds after which a client may ask again while the engine starts or is replaced."""
 
 
+ABSENT_ROUTES = {
+    "/v1/embeddings": "This server has no embeddings: it serves a model that generates text",
+    "/v1/moderations": "This server has no moderations: it serves a model that generates text",
+}
+"""Routes of OpenAI's that clients often ask for, and why they are not here."""
+
+
 class ModelNotFound(InvalidRequest):
     """No model of that name is served here."""
 
@@ -121,7 +128,8 @@ def to_http(error: Exception) -> HttpError:
 def routing_error(status: int, method: str, path: str, headers: Mapping[str, str] | None) -> HttpError:
     """A request that matches no route (404) or not by this method (405)."""
     if status == 404:
-        message, code = f"Unknown route: {method} {path}", "unknown_route"
+        absent = next((reason for route, reason in ABSENT_ROUTES.items() if path.endswith(route)), None)
+        message, code = absent or f"Unknown route: {method} {path}", "unknown_route"
     elif status == 405:
         message, code = f"Method {method} is not allowed on {path}", "method_not_allowed"
     else:
@@ -149,7 +157,7 @@ def from_validation(details: Sequence[Mapping[str, Any]]) -> InvalidRequest:
 def _describe(first: Mapping[str, Any], field: str) -> str:
     if first["type"] == "missing":
         return f"Missing required field: {field}"
-    if first["type"] == "extra_forbidden":
+    if first["type"] in ("extra_forbidden", "unknown_field"):
         return f"Unknown field: {field}; this server refuses options that it does not know"
     if first["type"] == "invalid_value":
         return f"{field} {first['msg']}"

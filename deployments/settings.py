@@ -54,6 +54,11 @@ class AppSettings(Settings):
     """Largest request body."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     """Longest prompt; default: what the context leaves."""
+    strict_max_tokens: bool = False
+    """Refuse requests whose `max_tokens` is above what the context leaves. Otherwise it is lowered to that."""
+    generic_tools: bool = False
+    """Let clients send tools although the model's chat template has none: the system message describes them. The
+    default model has this on, see docs/openai.md."""
     request_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 3600.0
     """Longest time that an answer may take; requests may ask for less."""
     direct_host: str = "127.0.0.1"

@@ -41,6 +41,7 @@ LAYERS = {
         "app",
         "replica local",
         "http",
+        "responses_api",
         "openai cluster monitoring",
         "text",
         "settings engine_client errors",

@@ -3,7 +3,7 @@
 Owns the check of API keys, of browsers' origins and of servers without keys, which answer on loopback only. Says who
 the client is to whoever comes after, and nothing of why a key was wrong. Admin routes have a key of their own.
 
-    open       /health, /openapi.json, the files of /ui
+    open       /health, /ping, /openapi.json, the files of /ui
     own key    /admin/..., /debug/...
     API key    everything else
 """
@@ -22,7 +22,7 @@ from deployments.errors import HttpError, encode_error
 from deployments.http.admission import ANONYMOUS, Client, unheard
 from deployments.http.keys import KeyRing
 
-OPEN_PATHS = ("/health", "/openapi.json", "/ui")
+OPEN_PATHS = ("/health", "/ping", "/openapi.json", "/ui")
 OPEN_PREFIXES = ("/ui/", "/admin/", "/debug/")
 CLOSED_PATHS = ("/ui/data",)
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")

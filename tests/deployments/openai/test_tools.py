@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -17,12 +18,12 @@ from tokenizers import AddedToken
 from xgrammar.testing import _is_grammar_accept_string
 
 from deployments.openai.messages import Tool, ToolChoice
-from deployments.openai.tool_grammar import forcing_grammar
+from deployments.openai.tool_grammar import forcing_grammar, text_or_calls
 from deployments.text.tokenizer import TextCodec
-from deployments.text.tool_calls import FoundCall, detect_form, make_parser
+from deployments.text.tool_calls import detect_form
+from deployments.text.tool_parsers import make_parser
 from engine.errors import InvalidRequest
 
-NAMES = ("weather", "time")
 WEATHER = {
     "type": "function",
     "function": {
@@ -39,6 +40,7 @@ WEATHER = {
 }
 TIME = {"type": "function", "function": {"name": "time"}}
 TOOLS = [WEATHER, TIME]
+FUNCTIONS = {"weather": WEATHER["function"]["parameters"], "time": None}
 PARIS = '{"city": "Paris 🙂"}'
 ONE = f'<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>'
 TWO = f'{ONE}\n<tool_call>\n{{"name": "time", "arguments": {{}}}}\n</tool_call>'
@@ -76,14 +78,70 @@ LLAMA_CASES = [
     ('{"name": "time", "par', None, []),
     ('{"name": "weather", "parameters": {"city": "a}\\\\\\"{"}}', "", [("weather", '{"city": "a}\\\\\\"{"}')]),
 ]
-CASES = [("hermes", *case) for case in HERMES_CASES] + [("llama3", *case) for case in LLAMA_CASES]
+XML = "<tool_call>\n<function=weather>\n<parameter=city>\n{}\n</parameter>\n{}</function>\n</tool_call>"
+XML_CASES = [
+    ("just <function=text", None, []),
+    (XML.format("Paris", ""), "", [("weather", '{"city": "Paris"}')]),
+    (XML.format("3", "<parameter=days>\n3\n</parameter>\n"), "", [("weather", '{"city": "3", "days": 3}')]),
+    (XML.format("a\n</b>", "<parameter=x>yes</parameter>"), "", [("weather", '{"city": "a\\n</b>", "x": "yes"}')]),
+    ("Hm.\n<tool_call><function=time></function></tool_call>", "Hm.", [("time", "{}")]),
+    ("<tool_call><function=other></function></tool_call>", None, []),
+    ("<tool_call><function=time> nonsense </tool_call> b", " b", [("time", "")]),
+    (ONE, "", [("weather", PARIS)]),
+]
+MISTRAL_LIST = f'[TOOL_CALLS] [{{"name": "weather", "arguments": {PARIS}}}, {{"name": "time", "arguments": {{}}}}]'
+MISTRAL_CASES = [
+    ("just text [TOOL", "just text [TOOL", []),
+    ("[1, 2]", "[1, 2]", []),
+    (MISTRAL_LIST, "", [("weather", PARIS), ("time", "{}")]),
+    (f"Let me see. {MISTRAL_LIST}", "Let me see.", [("weather", PARIS), ("time", "{}")]),
+    (f"[TOOL_CALLS]weather{PARIS}[TOOL_CALLS]time{{}}", "", [("weather", PARIS), ("time", "{}")]),
+    (f"[TOOL_CALLS]weather[CALL_ID]abc123[ARGS]{PARIS}", "", [("weather", PARIS)]),
+    ('[TOOL_CALLS] [{"name": "other", "arguments": {}}]', None, []),
+    ("[TOOL_CALLS]other{}", None, []),
+    ("[TOOL_CALLS]no call", None, []),
+]
+FORCED_CASES = [(MISTRAL_LIST.removeprefix("[TOOL_CALLS] "), "", [("weather", PARIS), ("time", "{}")])]
+BROKEN_CASES = [
+    ("hermes", '<tool_call>{"name": "time", "arguments": {"a": oops}}</tool_call> b', " b", [("time", '{"a": ')]),
+    ("hermes", '<tool_call>{"name": "time", "arguments": {"a": 1</tool_call> b', " b", [("time", '{"a": 1')]),
+    ("hermes", '<tool_call>{"name": "time", "arguments": {"a": "</tool_call>', "", [("time", '{"a": "</tool_call>')]),
+    ("llama3", '{"name": "time", "parameters": {"a": oops}}', "oops}}", [("time", '{"a": ')]),
+]
+CASES = [
+    *(("hermes", *case) for case in HERMES_CASES),
+    *(("llama3", *case) for case in LLAMA_CASES),
+    *(("qwen_xml", *case) for case in XML_CASES),
+    *(("mistral", *case) for case in MISTRAL_CASES),
+    *(("mistral-forced", *case) for case in FORCED_CASES),
+    *BROKEN_CASES,
+]
 
 
-def parse(form: Any, pieces: list[str]) -> tuple[str, list[FoundCall]]:
-    parser = make_parser(form, NAMES)
+@dataclass
+class Call:
+    number: int
+    id: str
+    name: str
+    arguments: str
+
+
+def parse(form: Any, pieces: list[str]) -> tuple[str, list[Call]]:
+    """Text, and calls with their deltas joined. The first delta of a call, and no other one, has id and name."""
+    parser = make_parser(form.removesuffix("-forced"), FUNCTIONS, is_forced=form.endswith("-forced"))
     parsed = [*(parser.push(piece) for piece in pieces), parser.finish()]
-    calls = [call for item in parsed for call in item.calls]
-    assert parser.num_calls == len(calls)
+    calls: list[Call] = []
+    for delta in (delta for item in parsed for delta in item.calls):
+        if delta.number == len(calls):
+            assert delta.id
+            assert delta.name
+            calls.append(Call(delta.number, delta.id, delta.name, delta.arguments))
+        else:
+            assert delta.number == len(calls) - 1, "calls follow one another"
+            assert delta.id is None
+            assert delta.name is None
+            calls[-1].arguments += delta.arguments
+    assert parser.num_calls <= len(calls)
     return "".join(item.text for item in parsed), calls
 
 
@@ -119,6 +177,8 @@ parts = st.lists(
                 '"',
                 "\\",
             ),
+            *("[TOOL_CALLS]", "[", "]", "[ARGS]", "time", "<function=time>", "<parameter=a>", "</parameter>"),
+            *("</function>", '{"name": "time", "arguments": {'),
             *('{"name": "time"}', LLAMA_ONE, f'{{"name": "weather", "arguments": {PARIS}}}', '{"name": "no"}'),
         ]
     ),
@@ -126,7 +186,7 @@ parts = st.lists(
 )
 
 
-@pytest.mark.parametrize("form", ["hermes", "llama3"])
+@pytest.mark.parametrize("form", ["hermes", "llama3", "qwen_xml", "mistral", "mistral-forced"])
 @settings(max_examples=300, deadline=None)
 @example(data=None, parts=["a", " ", ONE, "\n"])
 @given(data=st.data(), parts=parts)
@@ -145,7 +205,7 @@ def test_the_result_does_not_depend_on_the_cuts(form: str, data: st.DataObject |
 @pytest.mark.parametrize("form", ["hermes", "llama3"])
 def test_a_call_without_end_is_held_and_shown_in_the_end(form: str) -> None:
     text = {"hermes": "<tool_call>", "llama3": ""}[form] + '{"a": "' + "x" * 20_000
-    parser = make_parser(form, NAMES)
+    parser = make_parser(form, FUNCTIONS)
     assert not any(parser.push(char).text for char in text)
     assert parser.finish().text == text
 
@@ -155,21 +215,31 @@ def test_a_call_without_end_is_held_and_shown_in_the_end(form: str) -> None:
     [
         ("{{ messages }}", None),
         ("{% if tools %}<tools>{{ tools }}</tools> answer in <tool_call>{% endif %}", "hermes"),
-        ("{% if tools %}<tool_call><function=name>{% endif %}", None),
+        ("{% if tools %}<tool_call><function=name>{% endif %}", "qwen_xml"),
         ('{% if tools %}{"name": n, "parameters": {}} <|python_tag|>{% endif %}', "llama3"),
-        ("{% if tools %}[TOOL_CALLS]{% endif %}", None),
+        ("{% if tools %}[TOOL_CALLS]{% endif %}", "mistral"),
+        ("{% if tools %}{{ tools }}{% endif %}", None),
     ],
 )
 def test_the_form_is_found_in_the_template(template: str, form: str | None) -> None:
     assert detect_form(template) == form
 
 
-def test_a_model_whose_marks_of_a_call_are_hidden_has_no_form() -> None:
+@pytest.mark.parametrize("use_window", [False, True])
+def test_marks_of_a_call_that_are_special_tokens_are_shown_to_the_parser_only(use_window: bool) -> None:
     tokenizer = byte_level()
     tokenizer.chat_template = TOOL_TEMPLATE + HERMES_HINT
-    assert TextCodec(tokenizer, eos_token_ids=[EOS]).tool_form == "hermes"
     tokenizer.add_tokens([AddedToken("<tool_call>", special=True)], special_tokens=True)
-    assert TextCodec(tokenizer, eos_token_ids=[EOS]).tool_form is None
+    codec = TextCodec(tokenizer, eos_token_ids=[EOS], use_window=use_window)
+    ids = codec.encode(f"go {ONE}")
+    assert codec.encode("<tool_call>")[0] in ids
+    assert "<tool_call>" not in codec.decode(ids)
+    for shows_markers, text in ((True, f"go {ONE}"), (False, f"go {ONE.removeprefix('<tool_call>')}")):
+        detokenizer = codec.detokenizer(shows_markers=shows_markers)
+        assert "".join([*(detokenizer.push((i,)) for i in ids), detokenizer.finish()]) == text
+    engine = make_engine(script=ids)
+    response = talk(engine, lambda client: client.post("/v1/chat/completions", json={**CHAT, "tools": TOOLS}), codec)
+    assert response.json()["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == PARIS
 
 
 def tools(*definitions: dict[str, Any]) -> list[Tool]:
@@ -195,6 +265,20 @@ def test_the_forcing_grammar_takes_calls_by_their_schemas_and_nothing_else() -> 
     assert accepts("llama3", LLAMA_ONE)
     assert not accepts("llama3", LLAMA_ONE.replace('"Paris 🙂"', "3"))
     assert not accepts("llama3", LLAMA_ONE, "named", "time")
+    both = MISTRAL_LIST.removeprefix("[TOOL_CALLS] ")
+    assert accepts("mistral", both)
+    assert not accepts("mistral", both, is_parallel=False)
+    assert not accepts("mistral", both.replace("city", "town"))
+    assert accepts("qwen_xml", ONE)
+
+
+def test_the_generic_grammar_takes_text_or_calls_by_their_schemas() -> None:
+    spec = text_or_calls(tools(*TOOLS), is_parallel=True)
+    grammar = xgrammar.Grammar.from_ebnf(spec.text)
+    for text in ("", "text with < and <tool_call>", ONE, TWO):
+        assert _is_grammar_accept_string(grammar, text), text
+    for text in ("<b>", ONE.replace("city", "town"), ONE + " text", ONE[:-1]):
+        assert not _is_grammar_accept_string(grammar, text), text
 
 
 def test_what_the_grammar_takes_is_parsed_as_calls() -> None:
@@ -234,8 +318,11 @@ def test_an_answer_with_a_call(form: str, script: str, granularity: str) -> None
     *chunks, done = stream_of(stream)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert "".join(delta.get("content") or "" for delta in deltas) == (choice["message"]["content"] or "")
-    (streamed,) = [call for delta in deltas for call in delta.get("tool_calls", [])]
-    assert (streamed["index"], streamed["function"]) == (0, call["function"])
+    first, *rest = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert (first["index"], first["type"], first["function"]["name"]) == (0, "function", "weather")
+    assert len(rest) > 1, "arguments come while they are generated"
+    assert all(call.keys() == {"index", "function"} and call["function"].keys() == {"arguments"} for call in rest)
+    assert "".join(call["function"]["arguments"] for call in [first, *rest]) == PARIS
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
     assert deltas[0]["role"] == "assistant"
     assert done == "[DONE]"
@@ -244,7 +331,7 @@ def test_an_answer_with_a_call(form: str, script: str, granularity: str) -> None
 
 def test_parallel_calls_and_their_limit_to_one() -> None:
     both, _ = ask("hermes", TWO, {"tools": TOOLS})
-    assert [call["function"]["name"] for call in both.json()["choices"][0]["message"]["tool_calls"]] == list(NAMES)
+    assert [call["function"]["name"] for call in both.json()["choices"][0]["message"]["tool_calls"]] == list(FUNCTIONS)
     one, engine = ask("hermes", TWO, {"tools": TOOLS, "parallel_tool_calls": False})
     (choice,) = one.json()["choices"]
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["weather"]
@@ -253,12 +340,18 @@ def test_parallel_calls_and_their_limit_to_one() -> None:
     assert engine.aborted, "nothing is generated after the only call that is allowed"
 
 
-def test_a_call_cut_off_by_max_tokens_is_text_and_says_length() -> None:
+def test_a_call_cut_off_by_max_tokens_says_length() -> None:
     response, _ = ask("hermes", ONE, {"tools": TOOLS, "max_tokens": 12})
     (choice,) = response.json()["choices"]
     assert choice["finish_reason"] == "length"
     assert ONE.startswith(choice["message"]["content"])
     assert "tool_calls" not in choice["message"]
+    response, engine = ask("hermes", ONE, {"tools": TOOLS, "max_tokens": len(tool_codec("hermes").encode(ONE)) - 16})
+    (choice,) = response.json()["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("length", None)
+    assert PARIS.startswith(call["function"]["arguments"])
+    assert engine.submitted
 
 
 def test_tools_reach_the_template_and_the_choice_of_none_hides_them() -> None:
