@@ -3,9 +3,10 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CLIENTS := .venv-clients
 
 
-.PHONY: serve test check format clean
+.PHONY: serve test test-clients check format clean
 
 serve: $(STAMP)
 	@exec $(BIN)/paceline serve $(ARGS)
@@ -33,3 +34,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# Real clients in an environment of their own. With PACELINE_URL and PACELINE_MODEL they talk to a running server.
+test-clients: $(STAMP)
+	test -x $(CLIENTS)/venv/bin/python || $(PYTHON) -m venv $(CLIENTS)/venv
+	$(CLIENTS)/venv/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
+	cp tests/clients/package.json $(CLIENTS)/ && npm install --prefix $(CLIENTS) --silent --no-fund --no-audit
+	PACELINE_CLIENTS=$(abspath $(CLIENTS)) $(BIN)/python -m pytest -m clients tests/clients $(ARGS)

@@ -110,7 +110,7 @@ class Exporter:
 
     def render(self) -> bytes:
         """The page of a scrape now. Blocks while the numbers are read."""
-        return generate_latest(self._server.registry)
+        return bytes(generate_latest(self._server.registry))
 
     def close(self) -> None:
         """Stop listening."""

@@ -71,16 +71,21 @@ class BareCallParser:
         return self._counter.num_complete
 
     def push(self, text: str) -> Parsed:
-        if self._state == "text":
+        if self._is_text:
             return Parsed(text)
         self._held += text
         shown: list[str] = []
         calls: list[ToolCallDelta] = []
         while self._step(shown, calls):
             pass
-        if self._state == "text":
+        if self._is_text:
             shown.append(self._take_rest())
         return Parsed("".join(shown), tuple(calls))
+
+    @property
+    def _is_text(self) -> bool:
+        """Whether everything that follows is text."""
+        return self._state == "text"
 
     def _step(self, shown: list[str], calls: list[ToolCallDelta]) -> bool:
         """Go on in what is held. Returns whether more of it can be read."""
