@@ -1,4 +1,4 @@
-"""Calls that are JSON objects without tags of their own: Llama 3, and Mistral after `[TOOL_CALLS]`.
+"""Calls that are JSON objects without tags: Llama 3, and Mistral after `[TOOL_CALLS]`.
 
 Owns where such calls begin and end. The result does not depend on how the text was cut. From the first thing that is no
 call on, everything is text.

@@ -131,7 +131,7 @@ class XmlCall:
         self._position = 0
         self._num_parameters = 0
         self.end: int | None = None
-        """Index after `</function>`, or of the `</tool_call>` that stands in its place."""
+        """Index after `</function>`, or of the `</tool_call>` that comes instead."""
 
     @property
     def is_begun(self) -> bool:

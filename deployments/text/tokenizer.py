@@ -187,7 +187,7 @@ class TextCodec:
         """A fresh incremental decoder for one request.
 
         Args:
-            shows_markers: show the special tokens that stand around tool calls and thoughts, for their parsers.
+            shows_markers: show the special tokens around tool calls and thoughts, for their parsers.
         """
         table = self._marked_bytes if shows_markers else self._token_bytes
         if table is not None:

@@ -63,8 +63,8 @@ def test_no_value_of_an_option_makes_a_choice_of_what_is_no_number(
     assert torch.isfinite(row).all()
     if sampling.temperature == 0.0:
         return
-    law = RowSampling(sampling.temperature, sampling.top_p, 0, 0, False, sampling.top_k, sampling.min_p)
-    probs = warp(row, [law])
+    row_sampling = RowSampling(sampling.temperature, sampling.top_p, 0, 0, False, sampling.top_k, sampling.min_p)
+    probs = warp(row, [row_sampling])
     assert torch.isfinite(probs).all()
     assert probs.sum().item() == pytest.approx(1.0, abs=1e-4)
     token = int(draw(probs, gumbel([seed], torch.arange(VOCAB)))[0])

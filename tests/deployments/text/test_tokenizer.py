@@ -1,4 +1,4 @@
-"""Text promises: pieces equal one pass, no half characters, stop strings independent of how tokens were cut."""
+"""Streamed text equals one pass, no character is split, and stop strings do not depend on how tokens were cut."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_ids_beyond_the_tokenizer_show_nothing() -> None:
 
 
 def first_stop(text: str, stops: list[str]) -> str:
-    """The law, the slow way: the shortest prefix that ends in a stop string, without the longest such one."""
+    """The rule, computed the slow way: the shortest prefix that ends in a stop string, without the longest such one."""
     for end in range(len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
