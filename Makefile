@@ -7,10 +7,11 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CLIENTS := .venv-clients
 LOCK := uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --no-annotate --no-header --quiet
 export TORCH TORCH_INDEX
 
-.PHONY: serve test test-all check mutants format lock docs clean
+.PHONY: serve test test-all test-clients check mutants format lock docs clean
 
 serve: $(STAMP)
 	@exec $(BIN)/paceline serve $(ARGS)
@@ -51,3 +52,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 clean:
 	rm -rf $(VENV) .venv-* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# Real clients in an environment of their own. With PACELINE_URL and PACELINE_MODEL they talk to a running server.
+test-clients: $(STAMP)
+	test -x $(CLIENTS)/venv/bin/python || $(BIN)/python -m venv $(CLIENTS)/venv
+	$(CLIENTS)/venv/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
+	cp tests/clients/package.json $(CLIENTS)/ && npm install --prefix $(CLIENTS) --silent --no-fund --no-audit
+	PACELINE_CLIENTS=$(abspath $(CLIENTS)) $(BIN)/python -m pytest -m clients tests/clients $(ARGS)

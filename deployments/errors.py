@@ -29,6 +29,13 @@ UNAVAILABLE_RETRY_S = 5
 """Value of Retry-After in seconds while the engine starts or is replaced."""
 
 
+ABSENT_ROUTES = {
+    "/v1/embeddings": "This server has no embeddings: it serves a model that generates text",
+    "/v1/moderations": "This server has no moderations: it serves a model that generates text",
+}
+"""Routes of OpenAI's that clients often ask for, and why they are not here."""
+
+
 class ModelNotFound(InvalidRequest):
     """The server does not serve a model of this name."""
 
@@ -122,7 +129,8 @@ def to_http(error: Exception) -> HttpError:
 def routing_error(status: int, method: str, path: str, headers: Mapping[str, str] | None) -> HttpError:
     """The response to a request whose path (404) or method (405) matches no route."""
     if status == 404:
-        message, code = f"Unknown route: {method} {path}", "unknown_route"
+        absent = next((reason for route, reason in ABSENT_ROUTES.items() if path.endswith(route)), None)
+        message, code = absent or f"Unknown route: {method} {path}", "unknown_route"
     elif status == 405:
         message, code = f"Method {method} is not allowed on {path}", "method_not_allowed"
     else:
@@ -158,7 +166,7 @@ def from_validation(details: Sequence[Mapping[str, Any]]) -> InvalidRequest:
 def _describe(first: Mapping[str, Any], field: str) -> str:
     if first["type"] == "missing":
         return f"Missing required field: {field}"
-    if first["type"] == "extra_forbidden":
+    if first["type"] in ("extra_forbidden", "unknown_field"):
         return f"Unknown field: {field}; this server refuses options that it does not know"
     if first["type"] == "invalid_value":
         return f"{field} {first['msg']}"

@@ -26,6 +26,7 @@ from deployments.http.connection import BehindProxy
 from deployments.http.direct_port import DirectHttp
 from deployments.http.keys import KeyRing
 from deployments.http.ui_routes import add_ui_routes
+from deployments.monitoring.metrics_route import add_metrics_route
 from deployments.monitoring.replica_observer import ReplicaObserver
 from deployments.settings import AppSettings, LiveSettings, check_live
 from deployments.text.tokenizer import TextCodec
@@ -46,7 +47,7 @@ class Replica:
         self._settings, draft_folder = with_draft(given, folder)
         if draft_folder is not None:
             check_draft_vocabulary(folder, draft_folder)
-        self._codec = TextCodec.from_folder(folder)
+        self._codec = TextCodec.from_folder(folder, generic_tools=given.generic_tools)
         self._created = int(time.time())
         context = serve.get_replica_context()
         self._group = engine_group_on_ray(
@@ -79,6 +80,7 @@ class Replica:
             vocab_size=self._ready.vocab_size,
             max_body_bytes=settings.max_body_bytes,
             max_prompt_tokens=settings.max_prompt_tokens,
+            strict_max_tokens=settings.strict_max_tokens,
         )
         self._api = ApiDependencies(
             engine=self._observer.engine,
@@ -105,6 +107,8 @@ class Replica:
         if settings.direct_port is not None:
             self._direct = DirectHttp(app, host=settings.direct_host, port=settings.direct_port)
             self._direct.open()
+            if settings.most_replicas == 1:
+                add_metrics_route(app, self._observer.render)
         return BehindProxy(app)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:

@@ -57,6 +57,11 @@ class AppSettings(Settings):
     """Largest request body, in bytes."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     """Longest prompt, in tokens. Default: the context length."""
+    strict_max_tokens: bool = False
+    """Refuse requests whose `max_tokens` is above what the context leaves. Otherwise it is lowered to that."""
+    generic_tools: bool = False
+    """Let clients send tools although the model's chat template has none: the system message describes them. The
+    default model has this on, see docs/openai.md."""
     request_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 3600.0
     """Longest time that a response may take, in seconds. A request may ask for less."""
     direct_host: str = "127.0.0.1"

@@ -41,6 +41,7 @@ LAYERS = {
         "app settings_page",
         "replica local",
         "http",
+        "responses_api",
         "openai cluster monitoring",
         "text",
         "settings engine_client errors",

@@ -28,6 +28,7 @@ FORBIDDEN_CALLS = {
 WALL_CLOCK = {
     "autoscale/control/controller.py": "points of charts",
     "deployments/http/generate.py": "`created` of an answer",
+    "deployments/http/responses_route.py": "`created_at` of a response",
     "deployments/monitoring/replica_observer.py": "start time, a metric",
     "deployments/replica.py": "`created` of the model",
     "deployments/monitoring/timelines.py": "when a request arrived, for traces",

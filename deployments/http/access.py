@@ -3,7 +3,7 @@
 Owns the checks of API keys, of browsers' origins, and of servers without keys, which accept loopback only. Identifies
 the client for the code that follows. Its errors do not say why a key is wrong. Admin routes check their own key.
 
-    no key       /health, /openapi.json, the files of /ui
+    no key       /health, /ping, /openapi.json, the files of /ui
     admin key    /admin/..., /debug/...
     API key      everything else
 """
@@ -22,7 +22,7 @@ from deployments.errors import HttpError, encode_error
 from deployments.http.admission import ANONYMOUS, Client, ignore_refusal
 from deployments.http.keys import KeyRing
 
-OPEN_PATHS = ("/health", "/openapi.json", "/ui")
+OPEN_PATHS = ("/health", "/ping", "/openapi.json", "/ui")
 OPEN_PREFIXES = ("/ui/", "/admin/", "/debug/")
 CLOSED_PATHS = ("/ui/data",)
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from importlib.metadata import version
 
 import msgspec
 from fastapi import FastAPI
@@ -27,9 +28,10 @@ from deployments.http.connection import ClientGone, RequestContext, read_body
 from deployments.http.dependencies import ApiDependencies
 from deployments.http.generate import check_model, generate, json_response, parse_body
 from deployments.http.openapi import openapi_document
+from deployments.http.responses_route import respond
 from deployments.openai.prompts import ApiLimits, detokenize, has_messages, tokenize
 from deployments.openai.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, TokenizeChatBody
-from deployments.openai.responses import HealthReport, ModelCard, ModelList
+from deployments.openai.responses import HealthReport, ModelCard, ModelList, VersionReport
 from engine.errors import EngineError, EngineUnavailable, PacelineError
 
 __all__ = ["ApiDependencies", "ApiLimits", "attach", "build_api"]
@@ -53,7 +55,8 @@ def build_api(dependencies: ApiDependencies | None = None, access: Access | None
             CORSMiddleware,
             allow_origins=list(access.origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
+            # OpenAI's browser client sends headers of its own, and their names change between versions.
+            allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
     app.add_exception_handler(PacelineError, _on_paceline_error)
@@ -62,6 +65,8 @@ def build_api(dependencies: ApiDependencies | None = None, access: Access | None
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)
     app.add_api_route("/health", _health, methods=["GET"])
+    app.add_api_route("/ping", _ping, methods=["GET"])
+    app.add_api_route("/version", _version, methods=["GET"])
     app.add_api_route("/v1/models", _list_models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", _get_model, methods=["GET"])
     # These routes read the raw body themselves, so FastAPI does not parse it.
@@ -120,6 +125,20 @@ async def _completions(request: Request) -> Response:
     return await generate(request, CompletionBody, _dependencies(request))
 
 
+async def _responses(request: Request) -> Response:
+    return await respond(request, _dependencies(request))
+
+
+async def _ping(request: Request) -> Response:
+    """Health as an empty response, for load balancers that ask so."""
+    return Response(status_code=(await _health(request)).status_code)
+
+
+async def _version(request: Request) -> Response:
+    del request
+    return json_response(msgspec.json.encode(VersionReport(version("paceline"))))
+
+
 async def _tokenize(request: Request) -> Response:
     dependencies = _dependencies(request)
     raw = await read_body(request, max_bytes=dependencies.limits.max_body_bytes)
@@ -151,6 +170,7 @@ async def _openapi(request: Request) -> Response:
 POST_ROUTES = {
     "/v1/chat/completions": _chat_completions,
     "/v1/completions": _completions,
+    "/v1/responses": _responses,
     "/tokenize": _tokenize,
     "/detokenize": _detokenize,
 }
@@ -160,6 +180,7 @@ def _model_card(dependencies: ApiDependencies) -> ModelCard:
     return ModelCard(
         id=dependencies.model_name,
         created=dependencies.created,
+        root=dependencies.model_name,
         max_model_len=dependencies.limits.max_model_len,
     )
 

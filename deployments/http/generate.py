@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -30,7 +30,8 @@ from deployments.http.response_streams import merge_streams, until
 from deployments.http.sse import EventStreamResponse, event_bytes
 from deployments.openai.choice_stream import make_choice, read_text_deltas
 from deployments.openai.engine_requests import make_submits
-from deployments.openai.requests import ChatBody, CompletionBody, ModelBody
+from deployments.openai.generation_body import ModelBody
+from deployments.openai.requests import ChatBody, CompletionBody
 from deployments.openai.response_writer import ChatFormat, CompletionFormat, ResponseWriter, join_deltas
 from deployments.openai.responses import TextDelta
 from engine.errors import InvalidRequest
@@ -49,20 +50,11 @@ async def generate(
         ClientGone: the client closed the connection.
     """
     raw = await read_body(request, max_bytes=dependencies.limits.max_body_bytes)
-    client: Client = getattr(request.state, "client", ANONYMOUS)
     held = ExitStack()  # ids and places of this request; closing it twice has no effect
     try:
-        claims = [_claim(request.state.request_id, dependencies, held)]
-        body, submits = await _prepare(raw, body_type, claims[0].request_id, dependencies)
-        priority = choose_priority(body, client)
-        held.callback(dependencies.admission.enter(client, len(submits)).release)
-        claims += [_claim(submit.request_id, dependencies, held) for submit in submits[1:]]
-        named = tuple(
-            replace(submit, request_id=claim.request_id, client=client.name, priority=priority)
-            for submit, claim in zip(submits, claims, strict=True)
-        )
-        deltas = _run(body, named, held, dependencies)
-        writer = _writer(body, submits, dependencies)
+        started = await start(request, raw, lambda raw: parse_body(raw, body_type, dependencies), held, dependencies)
+        body, deltas = started.body, started.text_deltas
+        writer = _writer(body, started.submits, dependencies)
         try:
             if not body.stream:
                 return json_response(await while_connected(request.receive, _collect(deltas, writer)))
@@ -77,8 +69,52 @@ async def generate(
     return EventStreamResponse(events)
 
 
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A request that the engine has been given."""
+
+    body: ChatBody | CompletionBody
+    submits: tuple[Submit, ...]
+    text_deltas: AsyncGenerator[TextDelta, None]
+    """Text deltas of all choices."""
+
+
+async def start(
+    request: Request,
+    raw: bytes,
+    parse: Callable[[bytes], ChatBody | CompletionBody],
+    held: ExitStack,
+    dependencies: ApiDependencies,
+) -> Started:
+    """Check a request, admit it and hand it to the engine.
+
+    Args:
+        raw: the body.
+        parse: makes the body to generate for of it; raises InvalidRequest.
+        held: gets what the request holds; closed when the text deltas end.
+
+    Raises:
+        InvalidRequest: naming the field.
+        QueueFull: it was not admitted.
+    """
+    client: Client = getattr(request.state, "client", ANONYMOUS)
+    claims = [_claim(request.state.request_id, dependencies, held)]
+    body, submits = await _prepare(raw, parse, claims[0].request_id, dependencies)
+    priority = choose_priority(body, client)
+    held.callback(dependencies.admission.enter(client, len(submits)).release)
+    claims += [_claim(submit.request_id, dependencies, held) for submit in submits[1:]]
+    named = tuple(
+        replace(submit, request_id=claim.request_id, client=client.name, priority=priority)
+        for submit, claim in zip(submits, claims, strict=True)
+    )
+    return Started(body, submits, _run(body, named, held, dependencies))
+
+
 async def _prepare(
-    raw: bytes, body_type: type[ChatBody | CompletionBody], request_id: str, dependencies: ApiDependencies
+    raw: bytes,
+    parse: Callable[[bytes], ChatBody | CompletionBody],
+    request_id: str,
+    dependencies: ApiDependencies,
 ) -> tuple[ChatBody | CompletionBody, tuple[Submit, ...]]:
     """Parse, check and tokenise a body; in a thread if it is long or has a grammar, because both take time.
 
@@ -87,9 +123,9 @@ async def _prepare(
     """
     is_long = len(raw) > dependencies.limits.inline_body_bytes
     if is_long:
-        body = await asyncio.to_thread(parse_body, raw, body_type, dependencies)
+        body = await asyncio.to_thread(parse, raw)
     else:
-        body = parse_body(raw, body_type, dependencies)
+        body = parse(raw)
     make = partial(make_submits, body, request_id, dependencies.codec, dependencies.limits)
     return body, await asyncio.to_thread(make) if is_long or body.needs_grammar else make()
 
@@ -125,6 +161,7 @@ def _writer(
         num_prompt=sum(len(submit.prompt) for submit in submits[:: body.num_choices]),
         num_choices=len(submits),
         choices_per_prompt=body.num_choices,
+        has_continuous_usage=body.has_continuous_usage,
     )
 
 

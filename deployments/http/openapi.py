@@ -26,10 +26,20 @@ from deployments.openai.responses import (
     ModelCard,
     ModelList,
     Tokenized,
+    VersionReport,
 )
+from deployments.responses_api.objects import Event, ResponseObject
+from deployments.responses_api.requests import ResponsesBody
 
 _REF = "#/components/schemas/{%s}"
-_BODIES: tuple[type[BaseModel], ...] = (ChatBody, CompletionBody, TokenizeBody, TokenizeChatBody, DetokenizeBody)
+_BODIES: tuple[type[BaseModel], ...] = (
+    ChatBody,
+    CompletionBody,
+    TokenizeBody,
+    TokenizeChatBody,
+    DetokenizeBody,
+    ResponsesBody,
+)
 _RESPONSES: tuple[Any, ...] = (
     GenerationResponse[ChatChoice],
     GenerationResponse[ChatChunkChoice],
@@ -39,6 +49,9 @@ _RESPONSES: tuple[Any, ...] = (
     HealthReport,
     Tokenized,
     Detokenized,
+    VersionReport,
+    ResponseObject,
+    Event,
     ErrorEnvelope,
 )
 _ERRORS = {
@@ -76,6 +89,8 @@ def _document() -> dict[str, Any]:
     refs = {_name(kind): schema for kind, schema in zip(_RESPONSES, schemas, strict=True)}
     paths = {
         "/health": {"get": _operation("State of the engine", refs["HealthReport"], also={503: refs["HealthReport"]})},
+        "/ping": {"get": _empty_operation("Whether requests are served")},
+        "/version": {"get": _operation("The version of the server", refs["VersionReport"])},
         "/v1/models": {"get": _operation("The model served here", refs["ModelList"], errors=(503,))},
         "/v1/models/{model_id}": {
             "get": _operation("One model", refs["ModelCard"], errors=(404, 503))
@@ -92,6 +107,11 @@ def _document() -> dict[str, Any]:
         "/v1/completions": {
             "post": _operation(
                 "Continue prompts", refs["CompletionChoice"], body=_ref(CompletionBody), chunk=refs["CompletionChoice"]
+            )
+        },
+        "/v1/responses": {
+            "post": _operation(
+                "Respond to input items", refs["ResponseObject"], body=_ref(ResponsesBody), chunk=refs["Event"]
             )
         },
         "/tokenize": {
@@ -151,6 +171,11 @@ def _operation(
     if body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
     return operation
+
+
+def _empty_operation(summary: str) -> dict[str, Any]:
+    """An operation whose response has no body."""
+    return {"summary": summary, "responses": {"200": {"description": "Yes"}, "503": {"description": "No"}}}
 
 
 def _event(chunk: Mapping[str, Any]) -> dict[str, Any]:

@@ -113,6 +113,10 @@ class Exporter:
         self._thread = Thread(target=self._server.serve_forever, args=(0.1,), name="metrics", daemon=True)
         self._thread.start()
 
+    def render(self) -> bytes:
+        """The page of a scrape now. Blocks while the numbers are read."""
+        return bytes(generate_latest(self._server.registry))
+
     def close(self) -> None:
         """Stop listening."""
         self._server.shutdown()

@@ -17,6 +17,7 @@ from deployments.monitoring.request_log import count_request, log_as_json, log_r
 from deployments.monitoring.timelines import Sink, TimedEngine
 from deployments.monitoring.tracing import Tracing, make_exporter
 from deployments.settings import AppSettings
+from engine.errors import EngineUnavailable
 from engine.metrics.counters import MetricCounters, MetricSnapshot, merge
 
 READ_TIMEOUT_S = 5.0
@@ -92,6 +93,16 @@ class ReplicaObserver:
 
         engine = asyncio.run_coroutine_threadsafe(ask(), loop).result(READ_TIMEOUT_S)
         return merge([self._counters.read(), engine])
+
+    def render(self) -> bytes:
+        """The metrics page. From any thread but the loop's.
+
+        Raises:
+            EngineUnavailable: the observer does not run.
+        """
+        if self._exporter is None:
+            raise EngineUnavailable("The metrics are not read now")
+        return self._exporter.render()
 
     def close(self) -> None:
         """Remove the target file and stop the endpoint. Blocks for up to a second. Calling it twice has no effect."""

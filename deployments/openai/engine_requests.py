@@ -1,7 +1,7 @@
-"""From a request body to the engine and back to text_deltas.
+"""From a request body to what the engine receives.
 
-Owns how a body becomes Submits (defaults, options, how many), the reading of deltas, and the ids of requests that run.
-Does not know HTTP or the shape of answers.
+Owns how a body becomes `Submit`s: defaults, sampling options, the grammar, and how many choices there are. Does not
+know HTTP or the shape of responses.
 """
 
 from __future__ import annotations
@@ -10,48 +10,54 @@ from collections.abc import Mapping
 from typing import Any
 
 from deployments.errors import ContextLengthExceeded
-from deployments.openai.prompts import ApiLimits, check_ids, encode_prompts
+from deployments.openai.prompts import ApiLimits, check_ids, context_length, encode_prompts
 from deployments.openai.requests import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody
-from deployments.openai.structured import check_grammar
-from deployments.openai.tool_grammar import forcing_grammar
+from deployments.openai.structured import after_thoughts, check_grammar
+from deployments.openai.tool_grammar import forcing_grammar, text_or_calls
 from deployments.text.tokenizer import TextCodec
 from engine.errors import InvalidRequest
 from engine.messages import GrammarSpec, SamplingParams, SpeculativeOptions, Submit
 
+MIN_TEMPERATURE = 1e-5
+"""A lower temperature is greedy. Logits divided by it would differ by more than float32 can tell from certainty."""
+
 
 def choose_max_tokens(body: ChatBody | CompletionBody, num_prompt: int, limits: ApiLimits) -> int:
-    """Most tokens to generate: what was asked for, or the default as far as it fits.
+    """Most tokens to generate: what the request sets, or the route's default, as far as the context holds them.
 
     Raises:
-        ContextLengthExceeded: more was asked for than the prompt leaves.
+        ContextLengthExceeded: the request sets more than the prompt leaves, and the limits are strict.
     """
     room = limits.max_model_len - num_prompt
     requested = body.requested_max_tokens
     if requested is None:
         return room if isinstance(body, ChatBody) else min(DEFAULT_COMPLETION_TOKENS, room)
-    if requested > room:
+    if requested > room and limits.strict_max_tokens:
         field = body.max_tokens_field
         raise ContextLengthExceeded(
-            f"{field} is {requested}, but the context holds {limits.max_model_len} tokens and the prompt takes "
-            f"{num_prompt}; at most {room} are left",
+            f"{context_length(limits)} {field} is {requested}, but the prompt has {num_prompt}; {room} are left",
             field=field,
         )
-    return requested
+    return min(requested, room)
 
 
 def make_submits(
     body: ChatBody | CompletionBody, request_id: str, codec: TextCodec, limits: ApiLimits
 ) -> tuple[Submit, ...]:
-    """The engine's view of a body: for each prompt in order, a submit per choice. Safe in a thread.
+    """What the engine receives for a body: for each prompt in order, one submit per choice. Safe in a thread.
 
-    The first has the request's id, the others have their index appended. Costs time linear in the prompts, and
-    milliseconds more where there is a grammar.
+    The first submit has the request's id, the others have their index appended. Takes time linear in the prompts, and
+    milliseconds more if there is a grammar.
 
     Raises:
         InvalidRequest: naming the field.
     """
     prompts = encode_prompts(body, codec, limits)
     grammar = choose_grammar(body, codec)
+    if grammar is not None and isinstance(body, ChatBody) and body.begins_a_turn and codec.has_thoughts:
+        (prompt,) = prompts
+        if not codec.closes_thoughts(prompt):
+            grammar = after_thoughts(grammar, is_open=codec.opens_thoughts(prompt))
     speculative = SpeculativeOptions()
     if body.speculative is not None:
         speculative = SpeculativeOptions(enabled=body.speculative.enabled, max_k=body.speculative.max_k)
@@ -67,7 +73,7 @@ def make_submits(
         for number in range(body.num_choices):
             index = len(submits)
             sampling = SamplingParams(
-                # Scoring a prompt still takes one step, whose token is dropped.
+                # Scoring a prompt also takes one step, whose token is dropped.
                 max_tokens=max(max_tokens, 1),
                 min_tokens=min_tokens,
                 seed=None if body.seed is None else _next_seed(body.seed, number),
@@ -80,13 +86,13 @@ def make_submits(
 
 
 def _sampling(body: ChatBody | CompletionBody, codec: TextCodec, limits: ApiLimits) -> Mapping[str, Any]:
-    """Options that all choices share, by the names of SamplingParams."""
+    """Options that all choices share, under the names of SamplingParams."""
     check_ids([token_id for token_id, _ in body.logit_bias], "logit_bias", "logit_bias", limits)
     check_ids(body.stop_token_ids, "stop_token_ids", "stop_token_ids", limits)
     stops = () if body.ignore_eos else codec.eos_token_ids
     has_echo = isinstance(body, CompletionBody) and body.echo
     return {
-        "temperature": _or(body.temperature, 1.0),
+        "temperature": choose_temperature(body.temperature),
         "top_p": _or(body.top_p, 1.0),
         "top_k": max(body.top_k or 0, 0),
         "min_p": _or(body.min_p, 0.0),
@@ -100,6 +106,13 @@ def _sampling(body: ChatBody | CompletionBody, codec: TextCodec, limits: ApiLimi
     }
 
 
+def choose_temperature(value: float | None) -> float:
+    """The temperature that the engine gets: 1 by default, and 0 (greedy) for one too small to divide logits by."""
+    if value is None:
+        return 1.0
+    return value if value >= MIN_TEMPERATURE else 0.0
+
+
 def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
@@ -110,7 +123,7 @@ def _next_seed(seed: int, number: int) -> int:
 
 
 def choose_grammar(body: ChatBody | CompletionBody, codec: TextCodec) -> GrammarSpec | None:
-    """The grammar that a body asks for, checked: its own, or that of the tools it requires.
+    """The grammar of a body's text, checked: the one it sets, or that of its tools.
 
     Raises:
         InvalidRequest: naming the field.
@@ -118,9 +131,13 @@ def choose_grammar(body: ChatBody | CompletionBody, codec: TextCodec) -> Grammar
     field, grammar = next(iter(body.grammars()), ("tool_choice", None))
     if grammar is not None:
         check_grammar(grammar, field)
-    elif isinstance(body, ChatBody) and body.tool_mode.mode in ("required", "named") and codec.tool_form is not None:
-        is_parallel = body.tool_mode.mode == "required" and body.parallel_tool_calls is not False
-        grammar = forcing_grammar(codec.tool_form, body.tools or (), body.tool_mode, is_parallel=is_parallel)
+    elif isinstance(body, ChatBody) and body.may_call_tools and codec.tool_form is not None:
+        is_parallel = body.parallel_tool_calls is not False
+        if body.must_call_tools:
+            is_parallel = is_parallel and body.tool_mode.mode == "required"
+            grammar = forcing_grammar(codec.tool_form, body.tools or (), body.tool_mode, is_parallel=is_parallel)
+        elif codec.tool_form == "generic":
+            grammar = text_or_calls(body.tools or (), is_parallel=is_parallel)
     if grammar is not None and body.ignore_eos:
         raise InvalidRequest(f"ignore_eos cannot be combined with {field}, whose text has an end", field="ignore_eos")
     return grammar

@@ -1,13 +1,13 @@
-"""Types of request fields: what each accepts, its bounds, and the JSON Schema that says so to others.
+"""Types of request fields: what each accepts, its bounds, and its JSON Schema.
 
-Owns parsing of single values. An error says what is wrong; the name of the field is added where the error is shown.
-Does not know which body a field belongs to.
+Owns parsing of single values. An error says what is wrong; `deployments.errors` adds the name of the field. Does not
+know which body a field belongs to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import (
     BaseModel,
@@ -17,27 +17,45 @@ from pydantic import (
     GetJsonSchemaHandler,
     PlainValidator,
     WithJsonSchema,
+    model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-MAX_STOPS = 4
+MAX_STOPS = 16
 MAX_STOP_LEN = 1024
-"""Characters of one stop string."""
+"""Most characters of one stop string."""
 MAX_STOP_IDS = 64
+MAX_LABEL_LEN = 1024
 MAX_BIASES = 300
 MAX_ABS_BIAS = 100
 MAX_N = 16
 MAX_PROMPTS = 16
 MAX_CHOICES = 128
-"""Answers of one HTTP request: prompts times n."""
+"""Most choices of one HTTP request: prompts times n."""
+
+PART_LABELS = ("cache_control", "annotations")
+"""Fields of a text part that change nothing here. Clients of several providers send them."""
 
 TokenIds = tuple[int, ...]
 
 
 class Body(BaseModel):
-    """An object that a client sends; a field that is not declared is refused."""
+    """An object that a client sends. A field that is not declared may only be null, which means that it is absent."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="allow",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        json_schema_extra={"additionalProperties": {"type": "null"}},
+    )
+
+    @model_validator(mode="after")
+    def _unknown_fields_are_null(self) -> Self:
+        name = next((name for name, value in (self.model_extra or {}).items() if value is not None), None)
+        if name is not None:
+            raise PydanticCustomError("unknown_field", "unknown field", {"field": name})
+        return self
 
 
 def value_error(message: str) -> PydanticCustomError:
@@ -47,14 +65,17 @@ def value_error(message: str) -> PydanticCustomError:
 
 
 def field_error(field: str, message: str) -> PydanticCustomError:
-    """An error of one field that only shows when several are seen together."""
+    """An error of one field that depends on other fields."""
     return PydanticCustomError("invalid_value", "{message}", {"message": message, "field": field})
 
 
 class Only:
-    """Annotation of an option that OpenAI has and this server has not: only values without an effect are accepted.
+    """Annotation of an option that this server does not support: only values that change nothing are accepted.
 
-    null never has one.
+    null is always accepted.
+
+    Args:
+        neutral: the accepted values.
     """
 
     def __init__(self, *neutral: Any) -> None:
@@ -78,7 +99,7 @@ class Only:
 
 
 Absent = Annotated[Any, Only()]
-"""Known to OpenAI, not to us: null only."""
+"""An option of OpenAI's that this server does not support: null only."""
 
 
 def _parse_content(value: Any) -> str | None:
@@ -97,16 +118,15 @@ def _parse_content(value: Any) -> str | None:
             raise value_error(
                 f"part {index} has type {str(part.get('type'))[:40]!r}; only 'text' is supported (no images or audio)"
             )
-        if set(part) != {"type", "text"} or not isinstance(part["text"], str):
-            raise value_error(
-                f"part {index} must have exactly the fields 'type' and 'text', and 'text' must be a string"
-            )
+        unknown = {name for name, field in part.items() if field is not None} - {"type", "text", *PART_LABELS}
+        if unknown or not isinstance(part.get("text"), str):
+            raise value_error(f"part {index} must have the fields 'type' and 'text' only, and 'text' must be a string")
         texts.append(part["text"])
     return "\n".join(texts)
 
 
 def _parse_prompts(value: Any) -> tuple[str | TokenIds, ...]:
-    """Prompts: a text or a list of token ids is one, a list of those is several."""
+    """Prompts: a text or a list of token ids is one prompt, a list of texts or of lists is several."""
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list):
@@ -188,15 +208,15 @@ def _parse_plain(value: Any) -> str | int | float | bool | None:
 def _shown(value: Any) -> str:
     try:
         return repr(value)[:40]
-    except ValueError:  # An integer of more digits than Python prints.
+    except ValueError:  # An integer with more digits than Python prints.
         return "a number too long to print"
 
 
 _TEXT_PART = {
     "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}} | {name: {} for name in PART_LABELS},
     "required": ["type", "text"],
-    "additionalProperties": False,
+    "additionalProperties": {"type": "null"},
 }
 _IDS_SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
 _STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LEN}
@@ -262,6 +282,8 @@ PlainValue = Annotated[
     PlainValidator(_parse_plain),
     WithJsonSchema({"type": ["string", "number", "boolean", "null"]}),
 ]
+Label = Annotated[str, Field(max_length=MAX_LABEL_LEN)]
+"""A text that clients attach to a request and that changes nothing."""
 Temperature = Annotated[float, Field(ge=0, le=2)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 TopK = Annotated[int, Field(ge=-1, lt=2**31)]

@@ -1,7 +1,7 @@
 """Turns of a conversation and the tools a model may call, as clients send them.
 
 Owns which fields go with which role, and what a tool definition looks like. Does not know templates or how calls are
-written in a model's text (`tools`).
+written in a model's text (`deployments.text`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
-from deployments.openai.fields import Absent, Body, Content, Only, field_error, value_error
+from deployments.openai.fields import Absent, Body, Content, field_error, value_error
 
 MAX_TOOLS = 128
 FUNCTION_NAME = "^[a-zA-Z0-9_-]{1,64}$"
@@ -22,10 +22,14 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 FunctionName = Annotated[str, Field(pattern=FUNCTION_NAME)]
 
 
+Label = Annotated[Any, WithJsonSchema({})]
+"""A field of other servers and gateways that changes nothing. Clients replay it with the history."""
+
+
 class FunctionCall(Body):
     name: FunctionName
     arguments: str
-    """A JSON object, as text."""
+    """A JSON object as text. An empty text is an empty object: some servers write calls without arguments so."""
 
     @model_validator(mode="after")
     def _arguments_are_an_object(self) -> Self:
@@ -36,39 +40,49 @@ class FunctionCall(Body):
         return self
 
     def parsed_arguments(self) -> dict[str, Any]:
-        return msgspec.json.decode(self.arguments, type=dict[str, Any])
+        return msgspec.json.decode(self.arguments.strip() or "{}", type=dict[str, Any])
 
 
 class ToolCall(Body):
-    """A call that an earlier answer made."""
+    """A call of an earlier response."""
 
     id: Annotated[str, Field(min_length=1, max_length=256)]
     type: Literal["function"] = "function"
     function: FunctionCall
+    index: int | None = None
+    """Index within a stream. Clients that collect chunks keep it; it changes nothing."""
+    cache_control: Label = None
 
 
 class Message(Body):
-    """One turn. Fields of an answer that were null come back as null from clients that keep the object."""
+    """One turn. Clients replay earlier responses as they were, so their fields are accepted."""
 
     role: Role
     content: Content = None
     tool_calls: list[ToolCall] | None = None
-    """Of an assistant."""
+    """Calls of an assistant."""
     tool_call_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """Of a tool's answer: which call it answers."""
-    name: str | None = None
-    """Of a tool's answer: the function's name, where the client gives it."""
+    """Which call a tool's result belongs to."""
+    name: Annotated[str, Field(max_length=256)] | None = None
+    """Name of the participant or of the tool. The chat template decides whether the model sees it."""
+    reasoning_content: str | None = None
+    """Thoughts of an earlier response. The chat template decides whether the model sees them."""
+    reasoning: str | None = None
+    """Another name of `reasoning_content`."""
     refusal: Absent = None
     audio: Absent = None
-    annotations: Annotated[Any, Only([])] = None
+    annotations: Label = None
+    cache_control: Label = None
+    provider_specific_fields: Label = None
     function_call: Absent = None
 
     @model_validator(mode="after")
     def _fields_fit_the_role(self) -> Self:
         if self.tool_calls and self.role != "assistant":
             raise field_error("tool_calls", f"is only allowed with role 'assistant', not {self.role!r}")
-        if self.name is not None and self.role != "tool":
-            raise field_error("name", "is not supported; leave it out")
+        for field in ("reasoning_content", "reasoning"):
+            if getattr(self, field) and self.role != "assistant":
+                raise field_error(field, f"is only allowed with role 'assistant', not {self.role!r}")
         if (self.tool_call_id is not None) != (self.role == "tool"):
             needed = "is required with role 'tool'" if self.role == "tool" else "is only allowed with role 'tool'"
             raise field_error("tool_call_id", needed)
@@ -81,7 +95,7 @@ class Message(Body):
         return self.role == "tool" or bool(self.tool_calls)
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect a turn: arguments of calls as an object, `developer` by its older name."""
+        """The turn as chat templates expect it: arguments as an object, and `developer` under its older name."""
         turn: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": self.content or "",
@@ -99,6 +113,9 @@ class Message(Body):
             turn["tool_call_id"] = self.tool_call_id
         if self.name is not None:
             turn["name"] = self.name
+        thoughts = self.reasoning_content or self.reasoning
+        if thoughts:
+            turn["reasoning_content"] = thoughts
         return turn
 
 
@@ -106,13 +123,14 @@ class FunctionDefinition(Body):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """JSON Schema of the arguments; none means that there are none."""
+    """JSON Schema of the arguments. Without it the function has no arguments."""
     strict: bool | None = None
 
 
 class Tool(Body):
     type: Literal["function"]
     function: FunctionDefinition
+    cache_control: Label = None
 
     def for_template(self) -> dict[str, Any]:
         definition = self.function.model_dump(exclude_none=True, exclude={"strict"})
@@ -124,7 +142,7 @@ Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether a tool may or must be called."""
+    """Whether the model may call a tool, or must."""
 
     mode: Literal["none", "auto", "required", "named"]
     name: str | None = None
@@ -174,7 +192,7 @@ ToolChoiceField = Annotated[
 
 
 def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
-    """Refuse two tools of one name, and a choice that names none of them.
+    """Refuse two tools of one name, and a choice that names an unknown tool.
 
     Raises:
         PydanticCustomError: naming `tools` or `tool_choice`.

@@ -1,17 +1,18 @@
-"""The token ids of a request's prompts, and whether this model can take them.
+"""The token ids of a request's prompts, and whether they fit the model.
 
-Owns what a request may ask for in tokens, and the way from texts and conversations to ids. Does not know sampling or
-HTTP.
+Owns the limits of a request in tokens, and the way from texts and conversations to ids. Does not know sampling or HTTP.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pydantic_core
 
 from deployments.errors import ContextLengthExceeded
+from deployments.openai.generic_tools import plain_turns
 from deployments.openai.requests import (
     ChatBody,
     CompletionBody,
@@ -27,17 +28,19 @@ from engine.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiLimits:
-    """What a request may ask for."""
+    """Limits of a request."""
 
     max_model_len: int
-    """Prompt + output, tokens."""
+    """Most tokens of prompt and output together."""
     vocab_size: int
     """Token ids that the target accepts are below it."""
     max_body_bytes: int = 4 * 2**20
     max_prompt_tokens: int | None = None
-    """Longest prompt; None leaves it to the context."""
+    """Most tokens of a prompt. None allows what the context holds."""
     inline_body_bytes: int = 4096
-    """Longer bodies are parsed and tokenised in a thread, so that streams do not wait for them."""
+    """Longer bodies are parsed and tokenized in a thread, so that streams do not wait for them."""
+    strict_max_tokens: bool = False
+    """Refuse `max_tokens` above what the context leaves. Otherwise it is lowered to that."""
 
 
 def encode_conversation(body: ConversationBody, codec: TextCodec, *, with_tools: bool) -> tuple[int, ...]:
@@ -51,21 +54,56 @@ def encode_conversation(body: ConversationBody, codec: TextCodec, *, with_tools:
     """
     if with_tools and codec.tool_form is None:
         raise InvalidRequest(
-            "tools cannot be used: this model's chat template defines no tools in a form that this server reads "
-            "(Hermes or Llama 3); leave them out or set tool_choice to 'none'",
+            "tools cannot be used: this model's chat template defines no tools in a known form; leave them out, set "
+            "tool_choice to 'none', or set generic_tools on the server",
             field="tools",
         )
     index = next((i for i, turn in enumerate(body.messages) if turn.uses_tools), None)
     if index is not None and codec.tool_form is None:
         field = f"messages[{index}]." + ("role" if body.messages[index].role == "tool" else "tool_calls")
         raise InvalidRequest(f"{field} cannot be shown: this model's chat template defines no tools", field=field)
+    turns = [turn.for_template() for turn in body.messages]
+    tools = [tool.for_template() for tool in body.tools or ()] if with_tools else None
+    if codec.tool_form == "generic":
+        turns, tools = plain_turns(turns, tools), None
     return codec.encode_chat(
-        [turn.for_template() for turn in body.messages],
-        tools=[tool.for_template() for tool in body.tools or ()] if with_tools else None,
+        turns,
+        tools=tools,
         begins_turn=body.begins_a_turn,
         continues_last=bool(body.continue_final_message),
-        options=body.chat_template_kwargs,
+        options=_template_options(body, codec),
     )
+
+
+def _template_options(body: ConversationBody, codec: TextCodec) -> dict[str, Any]:
+    """Variables of the chat template. `enable_thinking` and `reasoning_effort` become what this template reads.
+
+    Raises:
+        InvalidRequest: the template cannot do what is requested.
+    """
+    options: dict[str, Any] = dict(body.chat_template_kwargs or {})
+    effort, thinks = body.reasoning_effort, body.enable_thinking
+    if effort is not None:
+        if codec.reads_option("reasoning_effort"):
+            options["reasoning_effort"] = effort
+        elif codec.reads_option("enable_thinking"):
+            options["enable_thinking"] = effort not in ("none", "minimal")
+        elif codec.has_thoughts or effort != "none":
+            raise InvalidRequest(
+                f"reasoning_effort {effort!r} is not supported: this model's chat template cannot change how much it "
+                "thinks; leave it out",
+                field="reasoning_effort",
+            )
+    if thinks is not None:
+        if codec.reads_option("enable_thinking"):
+            options["enable_thinking"] = thinks
+        elif thinks != codec.has_thoughts:
+            raise InvalidRequest(
+                f"enable_thinking {str(thinks).lower()} is not supported: this model's chat template cannot switch "
+                "thoughts; leave it out",
+                field="enable_thinking",
+            )
+    return options
 
 
 def encode_prompts(body: ChatBody | CompletionBody, codec: TextCodec, limits: ApiLimits) -> tuple[tuple[int, ...], ...]:
@@ -80,13 +118,32 @@ def encode_prompts(body: ChatBody | CompletionBody, codec: TextCodec, limits: Ap
     prompts = []
     for index, given in enumerate(body.prompt):
         name = f"prompt[{index}]" if len(body.prompt) > 1 else "prompt"
-        prompt = codec.encode(given) if isinstance(given, str) else given
+        if body.suffix:
+            prompt = _encode_infill(given, body.suffix, codec)
+        else:
+            prompt = codec.encode(given) if isinstance(given, str) else given
         prompts.append(_checked(prompt, name, "prompt", limits))
     return tuple(prompts)
 
 
+def _encode_infill(given: str | tuple[int, ...], suffix: str, codec: TextCodec) -> tuple[int, ...]:
+    prefix = codec.encode(given, add_special_tokens=False) if isinstance(given, str) else given
+    prompt = codec.encode_infill(prefix, suffix)
+    if prompt is None:
+        raise InvalidRequest(
+            "suffix is not supported: this model's tokenizer has no fill-in-the-middle tokens; leave it out",
+            field="suffix",
+        )
+    return prompt
+
+
 def _checked(prompt: tuple[int, ...], name: str, field: str, limits: ApiLimits) -> tuple[int, ...]:
-    """The prompt itself, if the model can take it. `name` says which one it is, `field` where it was given."""
+    """The prompt itself, if it fits the model.
+
+    Args:
+        name: which prompt it is, for messages.
+        field: the field that holds it.
+    """
     if not prompt:
         raise InvalidRequest(
             f"{name} must hold at least one token; it is empty, or the model's vocabulary has no token for it",
@@ -95,19 +152,25 @@ def _checked(prompt: tuple[int, ...], name: str, field: str, limits: ApiLimits) 
     check_ids(prompt, name, field, limits)
     if limits.max_prompt_tokens is not None and len(prompt) > limits.max_prompt_tokens:
         raise ContextLengthExceeded(
-            f"{name} has {len(prompt)} tokens; this server takes at most {limits.max_prompt_tokens}", field=field
+            f"{context_length(limits)} This server accepts prompts of at most {limits.max_prompt_tokens} tokens, but "
+            f"{name} has {len(prompt)}; shorten it",
+            field=field,
         )
     if len(prompt) >= limits.max_model_len:
         raise ContextLengthExceeded(
-            f"The context holds {limits.max_model_len} tokens, but {name} has {len(prompt)}, "
-            "which leaves no room for an answer; shorten it",
+            f"{context_length(limits)} {name} has {len(prompt)}, which leaves no room for a response; shorten it",
             field=field,
         )
     return prompt
 
 
+def context_length(limits: ApiLimits) -> str:
+    """The sentence by which clients and gateways recognize that a request does not fit the context."""
+    return f"This model's maximum context length is {limits.max_model_len} tokens."
+
+
 def check_ids(token_ids: Sequence[int], name: str, field: str, limits: ApiLimits) -> None:
-    """Refuse ids that the model does not have.
+    """Refuse ids outside the model's vocabulary.
 
     Raises:
         InvalidRequest: field `field`.
@@ -122,7 +185,7 @@ def check_ids(token_ids: Sequence[int], name: str, field: str, limits: ApiLimits
 
 
 def has_messages(raw: bytes) -> bool:
-    """Whether a body is about a conversation; False also for what is no JSON object."""
+    """Whether a body holds a conversation. False if it is not a JSON object."""
     try:
         value = pydantic_core.from_json(raw)
     except ValueError:
@@ -131,7 +194,7 @@ def has_messages(raw: bytes) -> bool:
 
 
 def tokenize(body: TokenizeBody | TokenizeChatBody, codec: TextCodec, limits: ApiLimits) -> Tokenized:
-    """Token ids as a generation would see them; they may be none, and more than fit the context.
+    """Token ids as a generation would use them. There may be none, or more than fit the context.
 
     Raises:
         InvalidRequest: naming the field.
@@ -144,11 +207,10 @@ def tokenize(body: TokenizeBody | TokenizeChatBody, codec: TextCodec, limits: Ap
 
 
 def detokenize(body: DetokenizeBody, codec: TextCodec, limits: ApiLimits) -> Detokenized:
-    """Text of token ids, without special tokens.
+    """Text of token ids, without special tokens. Bytes that are not valid UTF-8 become U+FFFD.
 
     Raises:
         InvalidRequest: field `tokens`; an id is outside the vocabulary.
     """
     check_ids(body.tokens, "tokens", "tokens", limits)
-    detokenizer = codec.detokenizer()
-    return Detokenized(detokenizer.push(body.tokens) + detokenizer.finish())
+    return Detokenized(codec.decode(body.tokens))

@@ -1,7 +1,7 @@
-"""What clients get: OpenAI's response and chunk objects, as structs that encode to JSON in about a microsecond.
+"""OpenAI's response and chunk objects, as structs that encode to JSON in about a microsecond.
 
-Owns field names and order, and what an answer is written from: text_deltas of text.
-`UNSET` fields are left out, `None` ones are null. Does not know requests or the engine; `answers` fills these.
+Owns names and order of fields, and the text deltas that responses are written from. `UNSET` fields are left out, `None`
+is null. Does not know requests or the engine; `response_writer` fills these objects.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Generic, Literal, TypeVar
 from msgspec import UNSET, Struct, UnsetType
 
 from deployments.text.logprobs import ChatLogprobs, CompletionLogprobs, TokenRecord
-from deployments.text.tool_calls import FoundCall
+from deployments.text.tool_calls import ToolCallDelta
 from engine.messages import EmittedKind
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -22,43 +22,50 @@ class StepTrace(Struct, frozen=True):
     """Where the tokens of one chunk come from: those of one step, in order."""
 
     step: int
-    """Steps of this answer so far, this one included."""
+    """Steps of this choice so far, including this one."""
     accepted: int
-    """So many from the front are accepted draft tokens."""
+    """Number of tokens at the front that are accepted draft tokens."""
     last: EmittedKind | None
-    """Origin of the token after them; null where the answer ended before it."""
+    """Origin of the token after the accepted ones; null if the choice ended before it."""
     token_ids: tuple[int, ...]
     texts: tuple[str, ...]
-    """What each token made visible; joined, the text of the chunk. A token that completes nothing has an empty one."""
+    """Text that each token made visible. Joined, they are the text of the chunk. A token that completes no character
+    has an empty text."""
 
 
 class TextDelta(Struct, frozen=True):
-    """What one step (or one token) added to an answer, and totals of that answer so far."""
+    """What one step (or one token) added to a choice, and totals of that choice so far."""
 
     text: str
     finish_reason: FinishReason | None
     num_completion: int
-    """Tokens of the answer, the one that completed a stop string included, those after it not."""
+    """Tokens of the choice. The token that completes a stop string is counted, tokens after it are not."""
     num_cached: int
     num_drafted: int
     num_accepted: int
     index: int = 0
-    """Of the answer within the request."""
+    """Index of the choice within the request."""
+    reasoning: str = ""
+    """Thoughts of the model, which precede the text."""
+    num_reasoning: int = 0
+    """Tokens of the thoughts so far."""
     records: tuple[TokenRecord, ...] = ()
-    """One per token where log-probabilities were asked for."""
-    calls: tuple[FoundCall, ...] = ()
+    """One record per token if log-probabilities are requested."""
+    calls: tuple[ToolCallDelta, ...] = ()
     trace: StepTrace | None = None
-    """Where it was asked for."""
+    """The trace, if it is requested."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is text and nothing else."""
-        return bool(self.text) and not (self.records or self.calls or self.finish_reason or self.trace)
+        """Whether it holds text and nothing else."""
+        return bool(self.text) and not (
+            self.reasoning or self.records or self.calls or self.finish_reason or self.trace
+        )
 
     @property
     def is_silent(self) -> bool:
-        """Whether a client would learn nothing from it."""
-        return not (self.text or self.records or self.calls or self.finish_reason or self.trace)
+        """Whether it holds nothing that a client sees."""
+        return not (self.text or self.reasoning or self.records or self.calls or self.finish_reason or self.trace)
 
 
 class PromptTokensDetails(Struct, frozen=True):
@@ -68,6 +75,7 @@ class PromptTokensDetails(Struct, frozen=True):
 class CompletionTokensDetails(Struct, frozen=True):
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
+    reasoning_tokens: int = 0
 
 
 class SpeculativeUsage(Struct, frozen=True):
@@ -89,7 +97,7 @@ class Usage(Struct, frozen=True):
 class CalledFunction(Struct, frozen=True):
     name: str
     arguments: str
-    """A JSON object, as text."""
+    """A JSON object as text, as the model wrote it."""
 
 
 class CompletedCall(Struct, frozen=True):
@@ -98,26 +106,35 @@ class CompletedCall(Struct, frozen=True):
     type: Literal["function"] = "function"
 
 
-class CallDelta(Struct, frozen=True):
-    """A call in a stream, all of it at once."""
+class FunctionDelta(Struct, frozen=True):
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    """The next characters of a JSON object."""
+
+
+class ToolCallChunk(Struct, frozen=True):
+    """What a chunk adds to a tool call. The first one has the id, the type and the function's name."""
 
     index: int
-    id: str
-    function: CalledFunction
-    type: Literal["function"] = "function"
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
 
 
 class ChatMessage(Struct, frozen=True):
     content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    """Thoughts of the model, by the name that vLLM and its clients use."""
     tool_calls: tuple[CompletedCall, ...] | UnsetType = UNSET
 
 
 class ChatDelta(Struct, frozen=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
-    tool_calls: tuple[CallDelta, ...] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: tuple[ToolCallChunk, ...] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True):
@@ -135,7 +152,7 @@ class ChatChunkChoice(Struct, frozen=True):
 
 
 class CompletionChoice(Struct, frozen=True):
-    """In a response and in a chunk alike."""
+    """A choice of a completion. Responses and chunks have the same fields."""
 
     text: str
     finish_reason: FinishReason | None
@@ -154,13 +171,16 @@ class GenerationResponse(Struct, Generic[Choice], frozen=True, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | None = None
     paceline: StepTrace | UnsetType = UNSET
-    """In chunks, where `speculative.trace` asks for it."""
+    """Set in chunks if the request has `speculative.trace`."""
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
     id: str
     created: int
     max_model_len: int
+    root: str
+    """The same as `id`, since no adapters are served."""
+    parent: None = None
     object: str = "model"
     owned_by: str = "paceline"
 
@@ -174,6 +194,10 @@ class HealthReport(Struct, frozen=True):
     status: str
     reason: str
     draft: str
+
+
+class VersionReport(Struct, frozen=True):
+    version: str
 
 
 class Tokenized(Struct, frozen=True):

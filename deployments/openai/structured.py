@@ -1,7 +1,8 @@
-"""Structured output: which grammar a request asks for, its limits, and whether it can be enforced.
+"""Structured output: which grammar a request sets, its limits, and whether it can be enforced.
 
-Owns the fields that ask for one (`response_format`, `guided_*`), of which a request may use one. Checking compiles the
-grammar, which costs milliseconds, so it belongs in a thread. Does not know how a grammar steers the engine.
+Owns the fields that set one (`response_format`, `structured_outputs`, `guided_*`), of which a request may use one, and
+grammars that begin after the model's thoughts. Checking a grammar takes milliseconds, so it belongs in a thread. Does
+not know how the engine applies a grammar.
 """
 
 from __future__ import annotations
@@ -10,19 +11,30 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
+import xgrammar
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from deployments.openai.fields import Body, field_error, value_error
+from deployments.text.reasoning import END_THINK, THINK
 from engine.errors import InvalidRequest
 from engine.messages import GrammarKind, GrammarSpec
-from engine.sampling.grammar import validate_grammar
+from engine.sampling.grammar import to_ebnf, validate_grammar
 
 MAX_GRAMMAR_LEN = 65_536
-"""Characters of a schema, EBNF or list of choices."""
+"""Most characters of a schema, EBNF or list of choices."""
 MAX_REGEX_LEN = 4096
 MAX_CHOICE_STRINGS = 256
 MAX_DEPTH = 64
-"""Of brackets in a schema's JSON."""
+"""Deepest nesting of brackets in a schema's JSON."""
+
+
+_CLOSED = f'thought partial* "{END_THINK}" [ \\t\\r\\n]{{0,4}}'
+_THOUGHT_RULES = (
+    "thought ::= ([^<] | partial* ended)*\n"
+    f"partial ::= {' | '.join(json.dumps(END_THINK[:n]) for n in range(1, len(END_THINK)))}\n"
+    f"ended ::= {' | '.join(f'{json.dumps(END_THINK[:n])} [^<{END_THINK[n]}]' for n in range(1, len(END_THINK)))}\n"
+)
+"""Text without END_THINK: each beginning of END_THINK is followed by another beginning or by a wrong character."""
 
 
 class JsonSchemaFormat(Body):
@@ -30,7 +42,7 @@ class JsonSchemaFormat(Body):
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     description: str | None = None
     strict: bool | None = None
-    """Accepted for compatibility: the schema is enforced either way."""
+    """It changes nothing: the schema is always enforced."""
 
 
 class ResponseFormat(Body):
@@ -82,8 +94,41 @@ GuidedChoice = Annotated[
 GuidedText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_LEN)]
 
 
+class StructuredOutputs(Body):
+    """One grammar, under the names of vLLM's newer interface."""
+
+    json_: Annotated[GuidedJson, Field(alias="json")] = None
+    regex: Annotated[str, Field(min_length=1, max_length=MAX_REGEX_LEN)] | None = None
+    choice: GuidedChoice = None
+    grammar: GuidedText | None = None
+    json_object: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_one_grammar(self) -> Self:
+        names = [field for field, _ in self.grammars()]
+        if len(names) != 1:
+            raise value_error("must have exactly one of json, regex, choice, grammar and json_object")
+        return self
+
+    def grammars(self) -> Iterator[tuple[str, GrammarSpec]]:
+        """Each grammar that is set, with the name of its field."""
+        if self.json_ is not None:
+            yield "structured_outputs.json", GrammarSpec(kind="json_schema", text=self.json_)
+        if self.regex is not None:
+            yield "structured_outputs.regex", GrammarSpec(kind="regex", text=self.regex)
+        if self.grammar is not None:
+            yield "structured_outputs.grammar", GrammarSpec(kind="ebnf", text=self.grammar)
+        if self.choice is not None:
+            text = json.dumps(self.choice, ensure_ascii=False)
+            yield "structured_outputs.choice", GrammarSpec(kind="choice", text=text)
+        if self.json_object:
+            yield "structured_outputs.json_object", GrammarSpec(kind="json_object")
+
+
 class GuidedFields(Body):
-    """Structured output by the names that users of vLLM know, for both kinds of generation."""
+    """Structured output under vLLM's names, for both generation routes."""
+
+    structured_outputs: StructuredOutputs | None = None
 
     guided_json: GuidedJson = None
     guided_regex: Annotated[str, Field(min_length=1, max_length=MAX_REGEX_LEN)] | None = None
@@ -92,7 +137,9 @@ class GuidedFields(Body):
     guided_choice: GuidedChoice = None
 
     def grammars(self) -> Iterator[tuple[str, GrammarSpec]]:
-        """Each grammar that is asked for, with the name of its field."""
+        """Each grammar that is set, with the name of its field."""
+        if self.structured_outputs is not None:
+            yield from self.structured_outputs.grammars()
         if self.guided_json is not None:
             yield "guided_json", GrammarSpec(kind="json_schema", text=self.guided_json)
         kinds: tuple[tuple[str, GrammarKind], ...] = (("guided_regex", "regex"), ("guided_grammar", "ebnf"))
@@ -105,7 +152,7 @@ class GuidedFields(Body):
 
 
 def response_grammar(response_format: ResponseFormat | None) -> GrammarSpec | None:
-    """What `response_format` asks for; None for plain text."""
+    """The grammar of a `response_format`; None for plain text."""
     if response_format is None or response_format.type == "text":
         return None
     if response_format.json_schema is None:
@@ -127,12 +174,25 @@ def check_grammar(spec: GrammarSpec, field: str) -> None:
         raise InvalidRequest(f"{field} is nested deeper than {MAX_DEPTH} levels", field=field)
     try:
         validate_grammar(spec, field=field)
-    except (TypeError, AttributeError, KeyError) as error:  # A keyword's value is of a kind that nobody expects.
+    except (TypeError, AttributeError, KeyError) as error:  # A keyword's value has a type that the compiler rejects.
         raise InvalidRequest(f"{field} is not a well-formed schema: {error}", field=field) from error
 
 
+def after_thoughts(spec: GrammarSpec, *, is_open: bool) -> GrammarSpec:
+    """A grammar whose text may follow the model's thoughts.
+
+    Args:
+        spec: grammar of the text, checked.
+        is_open: the prompt has begun the thoughts, so the response continues and closes them.
+    """
+    rules = f"root ::= {_CLOSED}\n" if is_open else f'root ::= "" | "{THINK}" {_CLOSED}\n'
+    thoughts = xgrammar.Grammar.from_ebnf(rules + _THOUGHT_RULES)
+    text = xgrammar.Grammar.from_ebnf(to_ebnf(spec))
+    return GrammarSpec(kind="ebnf", text=str(xgrammar.Grammar.concat(thoughts, text)))
+
+
 def _depth(text: str) -> int:
-    """How deep brackets are nested in JSON text; those in strings count too, and so can only refuse more."""
+    """How deep brackets are nested in JSON text. Brackets in strings count too, so the result may be too high."""
     depth = deepest = 0
     for char in text:
         if char in "[{":

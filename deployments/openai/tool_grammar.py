@@ -1,7 +1,7 @@
-"""The grammar of answers that must be calls of tools.
+"""The grammars of responses that call tools.
 
-Owns how the tools' schemas and the form of a call become one grammar. Does not know how calls are found again (`tools`)
-or who asks for them.
+Owns how the tools' schemas and the form of a call become one grammar. Does not know how calls are found in a response
+or when a grammar is needed.
 """
 
 from __future__ import annotations
@@ -10,39 +10,56 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import xgrammar
-
 from deployments.openai.messages import Tool, ToolChoice
 from deployments.openai.structured import check_grammar
 from deployments.text.tool_calls import CLOSE, OPEN, ToolForm
-from engine.errors import InvalidRequest
 from engine.messages import GrammarSpec
+from engine.sampling.grammar import to_ebnf
 
 MAX_FORCED_CALLS = 16
-"""Calls in one answer where calling is required."""
+"""Most calls in one response that must call tools."""
 
 
 def forcing_grammar(form: ToolForm, tools: Sequence[Tool], choice: ToolChoice, *, is_parallel: bool) -> GrammarSpec:
-    """The grammar of answers that are nothing but calls of the chosen tools, their arguments by their schemas.
+    """The grammar of responses that are nothing but calls of the chosen tools, with arguments by their schemas.
+
+    The Qwen XML form is forced as JSON between its tags, which its parser reads as well. The Mistral form is forced as
+    a list of calls without its marker, which is a special token that no grammar can produce.
 
     Raises:
         InvalidRequest: a tool's schema cannot be enforced; field `tools`.
     """
     chosen = [tool for tool in tools if choice.mode != "named" or tool.function.name == choice.name]
-    key = "arguments" if form == "hermes" else "parameters"
-    schema = GrammarSpec(kind="json_schema", text=json.dumps(_calls_schema(chosen, key), ensure_ascii=False))
+    call = _calls_schema(chosen, "parameters" if form == "llama3" else "arguments")
+    if form == "mistral":
+        most = MAX_FORCED_CALLS if is_parallel else 1
+        definitions = call.pop("$defs")
+        call = {"$defs": definitions, "type": "array", "items": call, "minItems": 1, "maxItems": most}
+    schema = GrammarSpec(kind="json_schema", text=json.dumps(call, ensure_ascii=False))
     check_grammar(schema, "tools")
-    if form == "llama3":
+    if form in ("llama3", "mistral"):
         return schema
-    try:
-        rules = str(xgrammar.Grammar.from_json_schema(schema.text, any_whitespace=False))
-    except RuntimeError as error:
-        raise InvalidRequest(f"tools: {str(error)[:300]}", field="tools") from error
+    return _tagged_calls(schema, is_parallel=is_parallel)
+
+
+def text_or_calls(tools: Sequence[Tool], *, is_parallel: bool) -> GrammarSpec:
+    """The grammar of a response in the generic form: calls by the tools' schemas, or text that does not begin with `<`.
+
+    Raises:
+        InvalidRequest: a tool's schema cannot be enforced; field `tools`.
+    """
+    schema = GrammarSpec(kind="json_schema", text=json.dumps(_calls_schema(tools, "arguments"), ensure_ascii=False))
+    check_grammar(schema, "tools")
+    return _tagged_calls(schema, is_parallel=is_parallel, others=r'"" | [^<] [^\0]* | ')
+
+
+def _tagged_calls(schema: GrammarSpec, *, is_parallel: bool, others: str = "") -> GrammarSpec:
+    """One call or, if parallel, several, each between tags and by the schema; `others` are alternatives, in EBNF."""
     # The schema refers to itself by its definitions only, so nothing else names the start rule.
-    rules = rules.replace("\nroot ::=", "\ntool_call ::=") if "\nroot ::=" in rules else "tool_" + rules
+    rules = f"\n{to_ebnf(schema)}".replace("\nroot ::=", "\ntool_call ::=", 1)
     call = f'"{OPEN}\\n" tool_call "\\n{CLOSE}"'
     more = f' ("\\n" {call}){{0,{MAX_FORCED_CALLS - 1}}}' if is_parallel else ""
-    spec = GrammarSpec(kind="ebnf", text=f"root ::= {call}{more}\n{rules}")
+    spec = GrammarSpec(kind="ebnf", text=f"root ::= {others}{call}{more}{rules}")
     check_grammar(spec, "tools")
     return spec
 

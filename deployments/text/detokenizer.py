@@ -1,7 +1,7 @@
 """Token ids to text, one step at a time, and where a stop string cuts it.
 
-Owns the held-back end of a stream: half a UTF-8 character, or text that may still become a stop string. Every class
-here is the state of one request and costs time linear in its tokens. Knows nothing of models, HTTP or the engine.
+Owns the end of a stream that is held back: part of a UTF-8 character, or text that may become a stop string. Each class
+is the state of one request. Its time is linear in the number of tokens. Does not know models, HTTP or the engine.
 
     token ids -> Detokenizer -> characters -> StopChecker -> text that may be shown
 """
@@ -23,16 +23,16 @@ class Detokenizer(Protocol):
     """Incremental decoding of one request."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Text that these tokens complete; never half a character."""
+        """Text that these tokens complete; never part of a character."""
         ...
 
     def finish(self) -> str:
-        """What is still held back, with U+FFFD for bytes that never became a character."""
+        """Text that is still held back. A character that is not complete is dropped."""
         ...
 
 
 class ByteDetokenizer:
-    """For byte-level vocabularies: each token is a fixed run of bytes, so a table and a UTF-8 decoder suffice.
+    """For byte-level vocabularies: each token is a fixed run of bytes, so a table and a UTF-8 decoder are enough.
 
     Args:
         token_bytes: bytes of each token id; empty for tokens that are not shown. Ids beyond it decode to nothing.
@@ -47,20 +47,22 @@ class ByteDetokenizer:
         return self._decoder.decode(b"".join([table[i] for i in token_ids if i < len(table)]))
 
     def finish(self) -> str:
-        return self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return ""
 
 
 class WindowDetokenizer:
     """For any tokenizer: decode a short window twice, with and without the new tokens, and emit the difference.
 
-    The window starts at the tokens that were emitted last, because a token's text may depend on the one before it
-    (a leading space, say). Text that ends in U+FFFD may be half a character and is held back.
+    The window starts at the tokens that were emitted last, because a token's text may depend on the token before it
+    (for example a leading space). Text that ends in U+FFFD may end in part of a character and is held back. If it is
+    still held back at the end, the trailing U+FFFD are dropped.
 
         token_ids   x x x x x x | c c | n n n
                                 start   read     emitted text ends at `read`
 
     With byte-fallback vocabularies a run of byte tokens decodes as a whole. Where invalid bytes follow a valid
-    character in one run, that character has already been shown; a decode of everything at once would replace it too.
+    character in one run, that character has already been shown. Decoding all tokens at once would replace it, too.
 
     Args:
         decode: text of a run of token ids, without special tokens.
@@ -80,14 +82,14 @@ class WindowDetokenizer:
             return ""
         text = self._new_text()
         if not text or text.endswith(REPLACEMENT):
-            # A model that emits nothing but U+FFFD would make each attempt longer; spacing them out keeps time linear.
+            # If a model emits only U+FFFD, each attempt decodes more tokens. Fewer attempts keep the time linear.
             self._num_held_at_next_try = num_held + num_held // FREELY_HELD
             return ""
         self._advance()
         return text
 
     def finish(self) -> str:
-        text = self._new_text()
+        text = self._new_text().rstrip(REPLACEMENT)
         self._advance()
         return text
 
@@ -101,7 +103,7 @@ class WindowDetokenizer:
 
 
 class _StopString:
-    """How much of one stop string the text so far ends with (Knuth, Morris and Pratt 1977).
+    """The longest prefix of one stop string that the text so far ends with (Knuth, Morris and Pratt 1977).
 
     `num_matched` is the length of the longest proper prefix of the stop string that is a suffix of the text.
     """
@@ -133,8 +135,8 @@ class _StopString:
 class StopChecker:
     """Finds the first stop string to be completed, and holds back text that may become one.
 
-    The result depends on the text alone, never on how it was cut into pieces: the stop string whose last character
-    comes first wins, the longest of those that end there.
+    The result does not depend on how the text was cut. The stop string that is completed first wins. Of several that
+    are completed by one character, the longest wins.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -143,10 +145,10 @@ class StopChecker:
         self.is_stopped = False
 
     def push(self, text: str, *, may_stop: bool = True) -> str:
-        """Text that may be shown: everything before a completed stop string, or before what may become one.
+        """Text that may be shown: all text before a completed stop string, or before what may become one.
 
         Args:
-            may_stop: False passes over stop strings that are completed in this text.
+            may_stop: False ignores stop strings that are completed in this text.
         """
         if not self._stops:
             return text
@@ -165,28 +167,28 @@ class StopChecker:
         return shown
 
     def finish(self) -> str:
-        """What was held back, once no more text can come."""
+        """Text that was held back, once no more text can come."""
         held, self._held = self._held, ""
         return held
 
 
 class DecodedText(Struct, frozen=True):
-    """What some tokens of one request show."""
+    """The text of some tokens of one request."""
 
     text: str
     num_tokens: int
-    """Tokens used, the one that completed a stop string included; those after it are not."""
+    """Tokens used. The token that completes a stop string is counted, tokens after it are not."""
     is_stopped: bool
-    """A stop string was completed; nothing may follow."""
+    """Whether a stop string was completed; nothing may follow then."""
 
 
 class TextStream:
-    """The text of one request: decoding, then stop strings, token by token where there are any.
+    """The text of one request: decoding, then stop strings. With stop strings, tokens are decoded one by one.
 
     Args:
-        detokenizer: fresh, for this request.
+        detokenizer: a fresh one.
         stops: stop strings, none empty.
-        min_tokens: a stop string completed before this many tokens is passed over.
+        min_tokens: a stop string that is completed before this many tokens is ignored.
     """
 
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = (), *, min_tokens: int = 0) -> None:
@@ -196,10 +198,10 @@ class TextStream:
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self.num_decoded = 0
-        """Characters that the tokens so far spell, whether shown, held back or cut off."""
+        """Characters that the tokens so far decode to. Some of them may be held back or cut off."""
 
     def push(self, token_ids: Sequence[int], *, is_last: bool) -> DecodedText:
-        """Add tokens in order; `is_last` says that no more will come, so that nothing stays held back."""
+        """Add tokens in order. With `is_last` no more tokens come, so nothing is held back."""
         if not self._has_stops:
             text = self._decode(token_ids, is_last=is_last)
             return DecodedText(text, len(token_ids), is_stopped=False)

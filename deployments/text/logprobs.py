@@ -1,7 +1,7 @@
-"""Log-probabilities as OpenAI writes them: one form for chat, an older one for completions.
+"""Log-probabilities in OpenAI's two formats: one for chat, an older one for completions.
 
-Owns both shapes and how a token is spelt in them. Numbers come from the engine, spellings from the tokenizer. One entry
-per token that usage counts, the one that ended the answer included.
+Owns both formats and how a token is spelt in them. Numbers come from the engine, spellings from the tokenizer. There is
+one entry per token that usage counts, including the token that ended the response.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from msgspec import Struct
 from engine.messages import TokenLogprobs
 
 LOWEST = -9999.0
-"""Stands for log-probabilities below it: JSON has no minus infinity."""
+"""Lowest log-probability that is reported: JSON has no minus infinity."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenName:
-    """How a token is shown by itself."""
+    """How a single token is shown."""
 
     text: str
-    """U+FFFD where its bytes are not a text of their own."""
+    """Text of the token; U+FFFD where its bytes are not valid UTF-8."""
     raw: bytes | None
-    """What it adds to the text; None for tokens that add nothing, such as EOS."""
+    """Bytes that the token adds to the text; None for tokens that add nothing, such as EOS."""
 
 
 NameOf = Callable[[int], TokenName]
@@ -36,9 +36,9 @@ class TokenRecord:
 
     token_id: int
     offset: int
-    """Characters of the answer before it, those of a stop string included."""
+    """Characters of the response before the token, including those of a stop string."""
     logprobs: TokenLogprobs | None
-    """None for the first token of a prompt: nothing precedes it."""
+    """None for the first token of a prompt, which has no token before it."""
 
 
 class TopLogprob(Struct, frozen=True):
@@ -60,7 +60,7 @@ class ChatLogprobs(Struct, frozen=True):
 
 
 class CompletionLogprobs(Struct, frozen=True):
-    """Lists of one length: an entry per token."""
+    """Lists of equal length, with one entry per token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -69,7 +69,7 @@ class CompletionLogprobs(Struct, frozen=True):
 
 
 def chat_logprobs(records: Sequence[TokenRecord], name_of: NameOf, num_top: int) -> ChatLogprobs:
-    """For tokens of an answer, never of a prompt.
+    """Log-probabilities of tokens of a response, without those of a prompt.
 
     Args:
         num_top: alternatives to show with each token.
@@ -84,9 +84,9 @@ def chat_logprobs(records: Sequence[TokenRecord], name_of: NameOf, num_top: int)
 
 
 def completion_logprobs(records: Sequence[TokenRecord], name_of: NameOf, num_top: int) -> CompletionLogprobs:
-    """For tokens of an answer, and of an echoed prompt before them.
+    """Log-probabilities of tokens of a response, and of an echoed prompt before them.
 
-    Each `top_logprobs` entry holds the token itself too, so it may have one more than `num_top`.
+    Each `top_logprobs` entry also holds the token itself, so it may have one more than `num_top`.
     """
     values: list[float | None] = []
     tops: list[dict[str, float] | None] = []
@@ -109,7 +109,7 @@ def completion_logprobs(records: Sequence[TokenRecord], name_of: NameOf, num_top
 
 
 def spell(name: TokenName) -> str:
-    """A token's text, or `bytes:\\x..` where its bytes are not a text of their own."""
+    """A token's text, or `bytes:\\x..` where its bytes are not valid UTF-8."""
     if name.raw is None or name.raw == name.text.encode():
         return name.text
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in name.raw)

@@ -1,7 +1,7 @@
 """The model's tokenizer as the HTTP layer needs it: chat template, encoding, decoding, EOS ids.
 
-Owns one tokenizer, loaded from a folder without running code from it. Everything here may be called from several
-threads at once. Does not know requests, limits or streams; the state of a stream is in `detokenizer`.
+Owns one tokenizer. It is loaded from a folder, and no code of that folder runs. Every method may be called from several
+threads at once. Does not know requests or limits; the state of a stream is in `detokenizer`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,23 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from deployments.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from deployments.text.logprobs import TokenName
-from deployments.text.tool_calls import OPEN, ToolForm, detect_form
+from deployments.text.reasoning import END_THINK, THINK, has_thoughts
+from deployments.text.tool_calls import MARKERS, ToolForm, detect_form
 from engine.checkpoint.model_config import eos_token_ids
 from engine.errors import ConfigError, InvalidRequest
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _TEMPLATE_NAMES = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
-"""Names that a client may not give a meaning of its own."""
+"""Names that `chat_template_kwargs` may not set."""
+_INFILL_TOKENS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+)
+"""Tokens before the prefix, the suffix and the middle of a fill-in-the-middle prompt, by family of models."""
+_TAIL = 16
+"""Tokens at a prompt's end in which an opened thought is looked for."""
 
 
 class TextCodec:
@@ -33,16 +43,24 @@ class TextCodec:
         tokenizer: a `transformers` tokenizer that is backed by the `tokenizers` library.
         eos_token_ids: ids that end a generation; they are never shown.
         use_window: decode by the general window method even where the byte table would do (the slow twin).
+        generic_tools: where the chat template has no tools, describe them in the system message.
 
     Raises:
         ConfigError: the tokenizer has no fast backend.
     """
 
-    def __init__(self, tokenizer: Any, *, eos_token_ids: Iterable[int], use_window: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        eos_token_ids: Iterable[int],
+        use_window: bool = False,
+        generic_tools: bool = False,
+    ) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
             raise ConfigError(f"model: its tokenizer {type(tokenizer).__name__} has no fast (tokenizer.json) form")
-        # Changing truncation or padding later would race between threads, so both are off for good.
+        # Changing truncation or padding later would race between threads, so both are switched off here.
         backend.no_truncation()
         backend.no_padding()
         self._tokenizer = tokenizer
@@ -52,12 +70,25 @@ class TextCodec:
         self._hidden = frozenset(self.eos_token_ids)
         self._special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self._names: dict[int, TokenName] = {}
-        self._tool_form = _tool_form(tokenizer)
+        template = _template(tokenizer)
+        form = detect_form(template)
+        self.tool_form: ToolForm | None = form or ("generic" if generic_tools and template else None)
+        """How this model writes tool calls; None where its template defines none in a known form."""
+        self.has_thoughts = has_thoughts(template)
+        """Whether this model may write thoughts before its response."""
+        self._template = template
+        ids = {marker: backend.token_to_id(marker) for marker in (*MARKERS, THINK, END_THINK)}
+        self._markers = {i: marker for marker, i in ids.items() if i is not None and i in self._special}
         is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self._token_bytes = None if use_window or not is_byte_level else _token_bytes(backend, self._hidden)
+        self._marked_bytes = self._token_bytes
+        if self._token_bytes is not None and self._markers:
+            self._marked_bytes = list(self._token_bytes)
+            for token_id, marker in self._markers.items():
+                self._marked_bytes[token_id] = marker.encode()
 
     @classmethod
-    def from_folder(cls, folder: str | Path, *, use_window: bool = False) -> TextCodec:
+    def from_folder(cls, folder: str | Path, *, use_window: bool = False, generic_tools: bool = False) -> TextCodec:
         """Load tokenizer and EOS ids from a model folder; no network, no code from the folder.
 
         Raises:
@@ -69,11 +100,15 @@ class TextCodec:
             stop_token_ids = (*own, *eos_token_ids(Path(folder)))
         except Exception as error:  # the library raises anything for what is wrong
             raise ConfigError(f"model: no usable tokenizer in {folder}: {error}") from error
-        return cls(tokenizer, eos_token_ids=stop_token_ids, use_window=use_window)
+        return cls(tokenizer, eos_token_ids=stop_token_ids, use_window=use_window, generic_tools=generic_tools)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of `text`, with the tokenizer's own prefix (a BOS, say) unless switched off."""
-        # The batch call lets go of the interpreter lock while it works, the single one does not.
+        """Token ids of `text`.
+
+        Args:
+            add_special_tokens: add what the tokenizer puts around a text, such as a BOS.
+        """
+        # The batch call releases the interpreter lock while it works, the single one does not.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
@@ -91,15 +126,15 @@ class TextCodec:
         Text that spells a special token becomes that token, in messages as in the template itself.
 
         Args:
-            messages: each with `role` and `content`, and what else the template knows.
+            messages: each with `role`, `content` and further fields that the template reads.
             tools: definitions that the template may show.
-            begins_turn: end where the assistant's turn begins.
-            continues_last: end inside the last message instead.
-            options: further names that the template may read.
+            begins_turn: end the prompt where the assistant's turn begins.
+            continues_last: end the prompt inside the last message instead.
+            options: further variables that the template may read.
 
         Raises:
-            InvalidRequest: field `messages`; the template refuses them, or the model has none. Field
-                `chat_template_kwargs`: a name that is taken.
+            InvalidRequest: field `messages`: the template refuses them, or the model has no template. Field
+                `chat_template_kwargs`: a name that has another meaning.
         """
         if not self._tokenizer.chat_template:
             raise InvalidRequest("This model has no chat template; use /v1/completions", field="messages")
@@ -127,7 +162,7 @@ class TextCodec:
         return self._backend.decode(shown, skip_special_tokens=True)
 
     def name_of(self, token_id: int) -> TokenName:
-        """How a token is spelt by itself. Costs time once per token."""
+        """How a single token is spelt. Each token is decoded once."""
         name = self._names.get(token_id)
         if name is None:
             name = self._names.setdefault(token_id, self._spell(token_id))
@@ -144,34 +179,80 @@ class TextCodec:
         elif _BYTE_TOKEN.fullmatch(token):
             raw = bytes((int(token[3:5], 16),))
         else:
-            # A token at the beginning may lose its leading space, so it is decoded after another.
+            # A token at the beginning may lose its leading space, so it is decoded after another one.
             anchor = self.encode("a", add_special_tokens=False)
             raw = self.decode([*anchor, token_id])[len(self.decode(anchor)) :].encode()
         return TokenName(raw.decode("utf-8", errors="replace"), raw)
 
-    @property
-    def tool_form(self) -> ToolForm | None:
-        """How this model writes calls of tools; None where its template defines none that is known."""
-        return self._tool_form
+    def detokenizer(self, *, shows_markers: bool = False) -> Detokenizer:
+        """A fresh incremental decoder for one request.
 
-    def detokenizer(self) -> Detokenizer:
-        """A fresh incremental decoder for one request."""
-        if self._token_bytes is not None:
-            return ByteDetokenizer(self._token_bytes)
-        return WindowDetokenizer(self.decode)
+        Args:
+            shows_markers: show the special tokens around tool calls and thoughts, for their parsers.
+        """
+        table = self._marked_bytes if shows_markers else self._token_bytes
+        if table is not None:
+            return ByteDetokenizer(table)
+        return WindowDetokenizer(self._decode_marked if shows_markers and self._markers else self.decode)
+
+    def _decode_marked(self, token_ids: Sequence[int]) -> str:
+        """Text of all ids at once, with the markers."""
+        text, start = "", 0
+        for index, token_id in enumerate(token_ids):
+            if token_id in self._markers:
+                text += self.decode(token_ids[start:index]) + self._markers[token_id]
+                start = index + 1
+        return text + self.decode(token_ids[start:])
+
+    def reads_option(self, name: str) -> bool:
+        """Whether the chat template mentions an option."""
+        return name in self._template
+
+    def opens_thoughts(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt ends inside thoughts, so that the response continues them."""
+        return self._tail(prompt).endswith(THINK)
+
+    def closes_thoughts(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt ends after its thoughts, so that the response has none."""
+        return self._tail(prompt).endswith(END_THINK)
+
+    def _tail(self, prompt: Sequence[int]) -> str:
+        return self._decode_marked(prompt[-_TAIL:]).rstrip()
+
+    def encode_infill(self, prefix: Sequence[int], suffix: str) -> tuple[int, ...] | None:
+        """A fill-in-the-middle prompt (Bavarian et al. 2022), in the order prefix, suffix, middle.
+
+        Args:
+            prefix: token ids of the text before the gap, without special tokens.
+            suffix: text after the gap.
+
+        Returns:
+            Token ids, or None where the tokenizer has no tokens for it.
+        """
+        for names in _INFILL_TOKENS:
+            ids = [i for i in map(self._backend.token_to_id, names) if i is not None]
+            if len(ids) == len(names):
+                before, after, middle = ids
+                return (
+                    *self.encode(""),
+                    before,
+                    *prefix,
+                    after,
+                    *self.encode(suffix, add_special_tokens=False),
+                    middle,
+                )
+        return None
 
 
-def _tool_form(tokenizer: Any) -> ToolForm | None:
+def _template(tokenizer: Any) -> str:
+    """Source of the chat template for a conversation with tools; empty where there is none."""
     if not tokenizer.chat_template:
-        return None
+        return ""
     try:
-        # A model may have a template of its own for conversations with tools.
-        form = detect_form(tokenizer.get_chat_template(tools=[{}]))
+        # A model may have a separate template for conversations with tools.
+        return str(tokenizer.get_chat_template(tools=[{}]))
     except ValueError:
-        return None
-    # Special tokens are not shown, so calls between them would never be found.
-    hides_calls = any(token.special and token.content == OPEN for token in tokenizer.added_tokens_decoder.values())
-    return None if form == "hermes" and hides_calls else form
+        return ""
 
 
 def _token_bytes(backend: Tokenizer, hidden: frozenset[int]) -> list[bytes]:

@@ -48,6 +48,15 @@ def validate_grammar(spec: GrammarSpec, *, field: str | None = None) -> None:
         raise InvalidRequest(f"{field or spec.kind}: not well-formed: {error}", field=field) from None
 
 
+def to_ebnf(spec: GrammarSpec) -> str:
+    """Text of a grammar in EBNF, for combining it with other rules.
+
+    Raises:
+        ValueError, RuntimeError: it is not a grammar.
+    """
+    return str(_parse(spec))
+
+
 def _parse(spec: GrammarSpec) -> xgrammar.Grammar:
     """Parse a grammar. Raises ValueError or RuntimeError if it is not valid."""
     if len(spec.text) > MAX_GRAMMAR_CHARS:

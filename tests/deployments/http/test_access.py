@@ -156,11 +156,12 @@ def test_its_own_page_and_configured_origins_may_call() -> None:
     there = {"origin": "https://app.example"}
     preflight = there | {
         "access-control-request-method": "POST",
-        "access-control-request-headers": "authorization,content-type",
+        "access-control-request-headers": "authorization,content-type,x-stainless-lang,x-stainless-retry-count",
     }
     allowed = ask("OPTIONS", "/v1/completions", access, headers=preflight)
     assert allowed.status_code == 200
     assert allowed.headers["access-control-allow-origin"] == "https://app.example"
+    assert "x-stainless-retry-count" in allowed.headers["access-control-allow-headers"]
     response = ask("POST", "/v1/completions", access, headers=there | AUTH, json=COMPLETION)
     assert response.status_code == 200
     assert response.headers["access-control-allow-origin"] == "https://app.example"

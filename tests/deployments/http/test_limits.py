@@ -17,9 +17,10 @@ from deployments.errors import BodyTooSlow, to_http
 from deployments.http.app import build_api
 from deployments.http.connection import read_body
 from deployments.openai.fields import MAX_BIASES, MAX_CHOICES, MAX_N, MAX_PROMPTS, MAX_STOP_IDS, MAX_STOP_LEN, MAX_STOPS
+from deployments.openai.generation_body import MAX_TIMEOUT_S
 from deployments.openai.messages import MAX_TOOLS
 from deployments.openai.prompts import encode_prompts
-from deployments.openai.requests import MAX_TEMPLATE_KWARGS, MAX_TIMEOUT_S, CompletionBody
+from deployments.openai.requests import MAX_TEMPLATE_KWARGS, CompletionBody
 from deployments.openai.structured import MAX_CHOICE_STRINGS, MAX_DEPTH, MAX_GRAMMAR_LEN, MAX_REGEX_LEN
 from engine.errors import InvalidRequest
 
@@ -40,7 +41,7 @@ BEYOND: list[tuple[str, str, dict[str, Any]]] = [
     ("completion", "n", {"n": MAX_N, "prompt": ["go"] * (MAX_CHOICES // MAX_N + 1)}),
     ("completion", "prompt", {"prompt": ["go"] * (MAX_PROMPTS + 1)}),
     ("completion", "prompt", {"prompt": "go " * 1000}),
-    ("chat", "stop", {"stop": ["a", "b", "c", "d", "e"][: MAX_STOPS + 1]}),
+    ("chat", "stop", {"stop": [str(i) for i in range(MAX_STOPS + 1)]}),
     ("chat", "stop", {"stop": "x" * (MAX_STOP_LEN + 1)}),
     ("chat", "stop_token_ids", {"stop_token_ids": list(range(MAX_STOP_IDS + 1))}),
     ("chat", "logit_bias", {"logit_bias": {str(i): 1 for i in range(MAX_BIASES + 1)}}),

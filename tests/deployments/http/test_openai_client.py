@@ -174,7 +174,7 @@ def test_models(served: Served) -> None:
     [
         ({"model": "other"}, None, openai.NotFoundError),
         ({"temperature": 5}, None, openai.BadRequestError),
-        ({"max_tokens": 5000}, None, openai.BadRequestError),
+        ({"max_tokens": 0}, None, openai.BadRequestError),
         ({"extra_body": {"top_k": -5}}, None, openai.BadRequestError),
         ({}, QueueFull("full", retry_after_s=1), openai.RateLimitError),
         ({}, EngineUnavailable("starting"), openai.InternalServerError),
@@ -265,6 +265,6 @@ def test_32_streams_at_once(served: Served) -> None:
 
     with ThreadPoolExecutor(32) as pool:
         texts = list(pool.map(run, range(32)))
-    assert texts == [CODEC.decode(served.engine.script[: 4 + index % 8]) for index in range(32)]
+    assert texts == [CODEC.decode(served.engine.script[: 4 + index % 8]).rstrip("\ufffd") for index in range(32)]
     assert served.engine.peak_running > 4
     assert not served.engine.running

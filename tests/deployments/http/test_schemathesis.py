@@ -41,9 +41,11 @@ def sensible(body: Any, *, streams: bool) -> Any:
     if streams and ("messages" in body or "prompt" in body):
         body["stream"] = True
     for turn in body.get("messages", []):
+        if turn.get("role") != "assistant":
+            turn.pop("reasoning_content", None)
+            turn.pop("reasoning", None)
         if turn.get("role") != "tool":
             turn.pop("tool_call_id", None)
-            turn.pop("name", None)
         else:
             turn.setdefault("tool_call_id", "call_1")
             turn["tool_call_id"] = turn["tool_call_id"] or "call_1"
@@ -53,7 +55,16 @@ def sensible(body: Any, *, streams: bool) -> Any:
             for call in calls:
                 call["function"]["arguments"] = json.dumps({"a": call["function"]["arguments"]})
         turn["content"] = turn.get("content") or "go"
-    guided = [name for name in body if name.startswith("guided_") or name == "response_format"]
+    guided = [name for name in body if name.startswith("guided_") or name in ("response_format", "structured_outputs")]
+    if body.get("structured_outputs"):
+        body["structured_outputs"] = {"choice": ["yes", "no"]}
+    for name in ("reasoning_effort", "enable_thinking", "reasoning", "suffix", "text"):
+        body.pop(name, None)
+    if "input" in body:
+        body["input"] = sensible_input(body["input"])
+        body["tools"] = (body.get("tools") or [])[:1]
+        if isinstance(body.get("tool_choice"), dict) or not body["tools"]:
+            body.pop("tool_choice", None)
     for name in guided[1:] if "messages" not in body or not body.get("tools") else guided:
         del body[name]
     if not body.get("stream"):
@@ -72,6 +83,17 @@ def sensible(body: Any, *, streams: bool) -> Any:
     if "prompt" in body:
         body["prompt"] = sensible_prompt(body["prompt"])
     return body
+
+
+def sensible_input(items: Any) -> Any:
+    if not isinstance(items, list):
+        return items or "go"
+    for item in items:
+        if "arguments" in item:
+            item["arguments"] = json.dumps({"a": item["arguments"]})
+        if "content" in item and item.get("type") != "reasoning":
+            item["content"] = item["content"] or "go"
+    return [*items, {"role": "user", "content": "go"}]
 
 
 def sensible_prompt(prompt: Any) -> Any:

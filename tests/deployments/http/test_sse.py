@@ -97,7 +97,11 @@ def test_usage_comes_in_its_own_chunk_and_is_null_before() -> None:
         "completion_tokens": 9,
         "total_tokens": 13,
         "prompt_tokens_details": {"cached_tokens": 2},
-        "completion_tokens_details": {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 2},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": 3,
+            "rejected_prediction_tokens": 2,
+            "reasoning_tokens": 0,
+        },
         "speculative": {"drafted": 5, "accepted": 3},
     }
     assert done == "[DONE]"
@@ -217,6 +221,6 @@ def test_a_chunk_of_text_is_what_the_encoder_would_have_made_of_it(
     for index in range(3):
         for text in ("a", ' "quoted" \\ and\n', "naïve 🙂", "\x00\x1f\u2028", "</script>", TEXT_PLACEHOLDER):
             whole = TextDelta(text, None, 4, 1, 2, 1, index=index)
-            assert fast.chunk(whole, is_first=False, includes_usage=includes_usage) == slow._whole_chunk(
+            assert fast.chunk(whole, is_first=False, includes_usage=includes_usage) == slow._full_chunk(
                 whole, is_first=False, includes_usage=includes_usage
             )

@@ -9,7 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from deployments.errors import from_validation
-from deployments.openai.requests import ChatBody, CompletionBody, GenerationBody
+from deployments.openai.generation_body import GenerationBody
+from deployments.openai.requests import ChatBody, CompletionBody
 from engine.errors import InvalidRequest
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "go"}]}
@@ -46,7 +47,7 @@ COMMON_BAD = [
     ("top_p", [0, -1, 1.01, float("nan")]),
     ("top_k", [-2, 1.5, "5", True, 10**30]),
     ("min_p", [-0.1, 1.1, "0"]),
-    ("stop", ["", [""], ["a", 1], 3, {}, ["a"] * 5, "x" * 1025]),
+    ("stop", ["", [""], ["a", 1], 3, {}, ["a"] * 17, "x" * 1025]),
     ("stop_token_ids", [5, ["5"], [1.5], [True], {}, [1] * 65]),
     ("seed", [2**63, -(2**63) - 1, 0.5, "1", True]),
     ("stream", ["true", 1]),
@@ -66,7 +67,10 @@ COMMON_BAD = [
     ("guided_json", [1, []]),
     ("model", [None, 1]),
     ("speculative", [True, []]),
-    ("frobnicate", [None, True]),
+    ("frobnicate", [True, 0, {}]),
+    ("priority", [1, False, "urgent"]),
+    ("skip_special_tokens", [False]),
+    ("structured_outputs", [{}, {"regex": "a", "choice": ["b"]}, "a"]),
 ]
 CHAT_BAD = [
     ("messages", [[], None, "go", {}]),
@@ -78,9 +82,12 @@ CHAT_BAD = [
     ("tools", [{}, "f", [{"type": "function", "function": {"name": "f"}}] * 129]),
     ("tool_choice", ["required", "auto", "any", {"type": "function"}, {"function": {"name": "f"}}, 1]),
     ("parallel_tool_calls", [True, "no"]),
-    ("metadata", [{"a": "b"}]),
-    ("store", [True]),
-    ("reasoning_effort", ["low"]),
+    ("metadata", ["a", {str(i): "b" for i in range(17)}]),
+    ("store", ["yes"]),
+    ("service_tier", [1]),
+    ("reasoning_effort", ["much"]),
+    ("enable_thinking", ["yes"]),
+    ("verbosity", ["low"]),
     ("prompt", ["go"]),
     ("echo", [True]),
     ("continue_final_message", [True, 1]),
@@ -90,7 +97,7 @@ COMPLETION_BAD = [
     ("prompt", [None, [], 1, [[]], [1, "a"], [[1], "a"], [1.5], [True], {"a": 1}, ["a"] * 17, [[1, "a"]]]),
     ("echo", [1, "yes"]),
     ("best_of", [2, 0]),
-    ("suffix", ["x"]),
+    ("suffix", [1]),
     ("logprobs", [6, -1, True, "1"]),
     ("response_format", [{"type": "json_object"}]),
     ("tools", [[]]),
@@ -119,7 +126,10 @@ def test_every_bad_value_names_its_field(base: dict[str, Any], field: str, value
         ("messages[0].role", {"messages": [{"role": "function", "content": "a"}]}),
         ("messages[0].tool_call_id", {"messages": [{"role": "tool", "content": "a"}]}),
         ("messages[0].tool_call_id", {"messages": [{"role": "user", "content": "a", "tool_call_id": "1"}]}),
-        ("messages[0].name", {"messages": [{"role": "user", "content": "a", "name": "b"}]}),
+        ("messages[0].name", {"messages": [{"role": "user", "content": "a", "name": 1}]}),
+        ("messages[0].reasoning", {"messages": [{"role": "user", "content": "a", "reasoning": "b"}]}),
+        ("messages[0].audio", {"messages": [{"role": "user", "content": "a", "audio": {"id": "b"}}]}),
+        ("suffix", {"suffix": "a", "echo": True, "prompt": "a", "messages": None}),
         ("messages[0].tool_calls", {"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]}),
         ("messages[0].content", {"messages": [{"role": "assistant", "tool_calls": []}]}),
         ("messages[0].content", {"messages": [{"role": "user"}]}),
@@ -180,7 +190,8 @@ def test_every_bad_value_names_its_field(base: dict[str, Any], field: str, value
     ],
 )
 def test_nested_fields_are_named_by_their_path(field: str, body: dict[str, Any]) -> None:
-    assert refusal({**CHAT, **body}).field == field
+    given = {**CHAT, **body}
+    assert refusal({name: value for name, value in given.items() if name != "messages" or value}).field == field
 
 
 def test_a_missing_field_is_named() -> None:
@@ -235,10 +246,12 @@ def test_every_field_of_a_body_is_read_or_may_only_be_neutral() -> None:
         *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens", "ignore_eos"),
         *("stop_token_ids", "logprobs", "top_logprobs", "echo", "response_format", "tools", "tool_choice"),
         *("parallel_tool_calls", "guided_json", "guided_regex", "guided_grammar", "guided_choice"),
-        *("add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
+        *("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "structured_outputs"),
+        *("reasoning_effort", "enable_thinking", "suffix"),
     }
+    labels = {"metadata", "prompt_cache_options", "store"}  # any other label is a text
     for base in (CHAT, COMPLETION):
-        for field in type(parse(base)).model_fields.keys() - read:
+        for field in type(parse(base)).model_fields.keys() - read - labels:
             assert refusal({**base, field: {"surely": "not neutral"}}).field == field
 
 
@@ -279,6 +292,77 @@ def test_the_answer_of_this_server_can_be_sent_back_as_a_message() -> None:
         "audio": None,
     }
     parse({**CHAT, "messages": [*CHAT["messages"], message]})
+
+
+REPLAYED = {
+    "unknown null": {"function_call": None, "speaker": None},
+    "annotations": {"annotations": [{"type": "url_citation"}]},
+    "cache_control": {"cache_control": {"type": "ephemeral"}},
+    "provider fields": {"provider_specific_fields": {"refusal": None}},
+    "thoughts": {"reasoning_content": "hm", "reasoning": None},
+    "name": {"name": "assistant_1"},
+    "part label": {"content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}, "id": None}]},
+    "call index": {"tool_calls": [{**CALL, "index": 0, "cache_control": None}]},
+    "call without arguments": {"tool_calls": [with_arguments("")]},
+}
+
+
+@pytest.mark.parametrize("fields", REPLAYED.values(), ids=REPLAYED)
+def test_history_is_accepted_as_other_servers_and_clients_write_it(fields: dict[str, Any]) -> None:
+    body = parse({**CHAT, "messages": [*CHAT["messages"], {"role": "assistant", "content": "hi", **fields}]})
+    assert isinstance(body, ChatBody)
+    turn = body.messages[-1].for_template()
+    assert turn["content"] == "hi"
+    assert turn.get("reasoning_content") == fields.get("reasoning_content")
+    assert turn.get("name") == fields.get("name")
+    for call in turn.get("tool_calls", []):
+        assert call["function"] == {"name": "f", "arguments": {}}
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant"])
+def test_a_name_is_accepted_with_every_role_and_reaches_the_template(role: str) -> None:
+    body = parse({**CHAT, "messages": [{"role": role, "content": "a", "name": "bob"}]})
+    assert body.messages[0].for_template()["name"] == "bob"
+
+
+def test_an_unknown_field_is_refused_at_every_level_unless_it_is_null() -> None:
+    places = {
+        "": {"extra": 0},
+        "stream_options": {"stream": True, "stream_options": {"extra": 0}},
+        "speculative": {"speculative": {"extra": 0}},
+        "messages[0]": {"messages": [{**CHAT["messages"][0], "extra": 0}]},
+        "tools[0].function": {"tools": [{**TOOL, "function": {"name": "f", "extra": 0}}]},
+    }
+    for place, body in places.items():
+        assert refusal({**CHAT, **body}).field == f"{place}.extra".removeprefix(".")
+        parse(json.loads(json.dumps({**CHAT, **body}).replace('"extra": 0', '"extra": null')))
+
+
+def test_labels_without_effect_are_accepted() -> None:
+    labels = {
+        "metadata": {"run": "7"},
+        "prompt_cache_key": "a",
+        "safety_identifier": "b",
+        "store": True,
+        "service_tier": "flex",
+    }
+    plain, labelled = parse(CHAT), parse({**CHAT, **labels})
+    assert labelled.model_dump(exclude=set(labels)) == plain.model_dump(exclude=set(labels))
+
+
+def test_the_spellings_of_vllm_are_understood() -> None:
+    body = parse({**CHAT, "structured_outputs": {"choice": ["a", "b"]}, "skip_special_tokens": True, "priority": 0})
+    assert [(field, spec.kind) for field, spec in body.grammars()] == [("structured_outputs.choice", "choice")]
+    assert body.priority == "normal"
+    for name, kind in {
+        "json": "json_schema",
+        "regex": "regex",
+        "grammar": "ebnf",
+        "json_object": "json_object",
+    }.items():
+        value = {"json": {"type": "object"}, "json_object": True}.get(name, "a")
+        ((_, spec),) = parse({**CHAT, "structured_outputs": {name: value}}).grammars()
+        assert spec.kind == kind
 
 
 @pytest.mark.parametrize("raw", ["", "{", "nul", '{"a": 1,}', "[" * 10_000, '"\\ud800"'])

@@ -1,175 +1,41 @@
-"""Calls of tools: found in a model's text however it was cut, shown in OpenAI's shape, and forced by a grammar."""
+"""Tool calls over HTTP: shown in OpenAI's shape, forced by a grammar, and sent back with the history."""
 
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from typing import Any
 
 import httpx
 import pytest
 import xgrammar
 from api_harness import CHAT, EOS, HERMES_HINT, TOOL_TEMPLATE, error_of, make_engine, stream_of, talk, tool_codec
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from tiny_tokenizer import byte_level
 from tokenizers import AddedToken
+from tool_texts import FUNCTIONS, LLAMA_ONE, MISTRAL_LIST, ONE, PARIS, TOOLS, TWO
 from xgrammar.testing import _is_grammar_accept_string
 
 from deployments.openai.messages import Tool, ToolChoice
-from deployments.openai.tool_grammar import forcing_grammar
+from deployments.openai.tool_grammar import forcing_grammar, text_or_calls
 from deployments.text.tokenizer import TextCodec
-from deployments.text.tool_calls import FoundCall, detect_form, make_parser
+from deployments.text.tool_parsers import make_parser
 from engine.errors import InvalidRequest
 
-NAMES = ("weather", "time")
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "of a city",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer"}},
-            "required": ["city"],
-            "additionalProperties": False,
-            "$defs": {"city": {"type": "string"}},
-        },
-    },
-}
-TIME = {"type": "function", "function": {"name": "time"}}
-TOOLS = [WEATHER, TIME]
-PARIS = '{"city": "Paris 🙂"}'
-ONE = f'<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>'
-TWO = f'{ONE}\n<tool_call>\n{{"name": "time", "arguments": {{}}}}\n</tool_call>'
 
-HERMES_CASES = [
-    ("just text", "just text", []),
-    ("a < b <tool", "a < b <tool", []),
-    (ONE, "", [("weather", PARIS)]),
-    (TWO, "", [("weather", PARIS), ("time", "{}")]),
-    (f"Let me see.\n\n{ONE}\n", "Let me see.", [("weather", PARIS)]),
-    (f"{ONE} Done.", " Done.", [("weather", PARIS)]),
-    ('<tool_call>{"name": "time"}</tool_call>', "", [("time", "{}")]),
-    ('<tool_call>{"name": "time", "arguments": {}}', "", [("time", "{}")]),
-    ('a \n<tool_call>{"name": "other"}</tool_call> b', 'a \n<tool_call>{"name": "other"}</tool_call> b', []),
-    ('<tool_call>{"name": "time", "arguments": 3}</tool_call>', None, []),
-    ("<tool_call>nonsense", None, []),
-    (f'<tool_call>{{"name": "time", "arguments": {"[" * 3000}</tool_call>', None, []),
-    (" \n ", " \n ", []),
-]
-LLAMA_ONE = f'{{"name": "weather", "parameters": {PARIS}}}'
-LLAMA_CASES = [
-    ("just text", "just text", []),
-    ("<|python", "<|python", []),
-    (LLAMA_ONE, "", [("weather", PARIS)]),
-    (f" \n{LLAMA_ONE}\n", "", [("weather", PARIS)]),
-    (f"<|python_tag|>{LLAMA_ONE}", "", [("weather", PARIS)]),
-    (
-        f'{LLAMA_ONE}; {{"type": "function", "name": "time", "parameters": {{}}}}',
-        "",
-        [("weather", PARIS), ("time", "{}")],
-    ),
-    (f"{LLAMA_ONE} and more", " and more", [("weather", PARIS)]),
-    ('{"name": "other", "parameters": {}}', None, []),
-    ('{"answer": "}"} {"name": "time"}', None, []),
-    ('{"name": "time", "par', None, []),
-    ('{"name": "weather", "parameters": {"city": "a}\\\\\\"{"}}', "", [("weather", '{"city": "a}\\\\\\"{"}')]),
-]
-CASES = [("hermes", *case) for case in HERMES_CASES] + [("llama3", *case) for case in LLAMA_CASES]
-
-
-def parse(form: Any, pieces: list[str]) -> tuple[str, list[FoundCall]]:
-    parser = make_parser(form, NAMES)
-    parsed = [*(parser.push(piece) for piece in pieces), parser.finish()]
-    calls = [call for item in parsed for call in item.calls]
-    assert parser.num_calls == len(calls)
-    return "".join(item.text for item in parsed), calls
-
-
-@pytest.mark.parametrize(("form", "text", "shown", "calls"), CASES)
-@pytest.mark.parametrize("width", [1, 3, 10**6])
-def test_calls_are_found_and_all_else_stays_text(
-    form: str, text: str, shown: str | None, calls: list[tuple[str, str]], width: int
-) -> None:
-    pieces = [text[i : i + width] for i in range(0, len(text), width)]
-    found_text, found = parse(form, pieces)
-    assert found_text == (text if shown is None else shown)
-    assert [(call.name, call.arguments) for call in found] == calls
-    assert [call.number for call in found] == list(range(len(calls)))
-    assert len({call.id for call in found}) == len(found)
-
-
-parts = st.lists(
-    st.sampled_from(
-        [
-            *(
-                "<tool_call>",
-                "</tool_call>",
-                "<tool",
-                "</",
-                ">",
-                " ",
-                "\n",
-                "a",
-                ";",
-                "<|python_tag|>",
-                "{",
-                "}",
-                '"',
-                "\\",
-            ),
-            *('{"name": "time"}', LLAMA_ONE, f'{{"name": "weather", "arguments": {PARIS}}}', '{"name": "no"}'),
-        ]
-    ),
-    max_size=12,
-)
-
-
-@pytest.mark.parametrize("form", ["hermes", "llama3"])
-@settings(max_examples=300, deadline=None)
-@example(data=None, parts=["a", " ", ONE, "\n"])
-@given(data=st.data(), parts=parts)
-def test_the_result_does_not_depend_on_the_cuts(form: str, data: st.DataObject | None, parts: list[str]) -> None:
-    text = "".join(parts)
-    edges = data.draw(st.lists(st.integers(0, len(text)), max_size=8)) if data else list(range(len(text)))
-    cut = [text[a:b] for a, b in pairwise([0, *sorted(edges), len(text)])]
-    whole_text, whole = parse(form, [text])
-    cut_text, found = parse(form, cut)
-    assert cut_text == whole_text
-    assert [(c.number, c.name, c.arguments) for c in found] == [(c.number, c.name, c.arguments) for c in whole]
-    if not whole:
-        assert whole_text == text, "text without calls is shown as it is"
-
-
-@pytest.mark.parametrize("form", ["hermes", "llama3"])
-def test_a_call_without_end_is_held_and_shown_in_the_end(form: str) -> None:
-    text = {"hermes": "<tool_call>", "llama3": ""}[form] + '{"a": "' + "x" * 20_000
-    parser = make_parser(form, NAMES)
-    assert not any(parser.push(char).text for char in text)
-    assert parser.finish().text == text
-
-
-@pytest.mark.parametrize(
-    ("template", "form"),
-    [
-        ("{{ messages }}", None),
-        ("{% if tools %}<tools>{{ tools }}</tools> answer in <tool_call>{% endif %}", "hermes"),
-        ("{% if tools %}<tool_call><function=name>{% endif %}", None),
-        ('{% if tools %}{"name": n, "parameters": {}} <|python_tag|>{% endif %}', "llama3"),
-        ("{% if tools %}[TOOL_CALLS]{% endif %}", None),
-    ],
-)
-def test_the_form_is_found_in_the_template(template: str, form: str | None) -> None:
-    assert detect_form(template) == form
-
-
-def test_a_model_whose_marks_of_a_call_are_hidden_has_no_form() -> None:
+@pytest.mark.parametrize("use_window", [False, True])
+def test_marks_of_a_call_that_are_special_tokens_are_shown_to_the_parser_only(use_window: bool) -> None:
     tokenizer = byte_level()
     tokenizer.chat_template = TOOL_TEMPLATE + HERMES_HINT
-    assert TextCodec(tokenizer, eos_token_ids=[EOS]).tool_form == "hermes"
     tokenizer.add_tokens([AddedToken("<tool_call>", special=True)], special_tokens=True)
-    assert TextCodec(tokenizer, eos_token_ids=[EOS]).tool_form is None
+    codec = TextCodec(tokenizer, eos_token_ids=[EOS], use_window=use_window)
+    ids = codec.encode(f"go {ONE}")
+    assert codec.encode("<tool_call>")[0] in ids
+    assert "<tool_call>" not in codec.decode(ids)
+    for shows_markers, text in ((True, f"go {ONE}"), (False, f"go {ONE.removeprefix('<tool_call>')}")):
+        detokenizer = codec.detokenizer(shows_markers=shows_markers)
+        assert "".join([*(detokenizer.push((i,)) for i in ids), detokenizer.finish()]) == text
+    engine = make_engine(script=ids)
+    response = talk(engine, lambda client: client.post("/v1/chat/completions", json={**CHAT, "tools": TOOLS}), codec)
+    assert response.json()["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == PARIS
 
 
 def tools(*definitions: dict[str, Any]) -> list[Tool]:
@@ -195,11 +61,28 @@ def test_the_forcing_grammar_takes_calls_by_their_schemas_and_nothing_else() -> 
     assert accepts("llama3", LLAMA_ONE)
     assert not accepts("llama3", LLAMA_ONE.replace('"Paris 🙂"', "3"))
     assert not accepts("llama3", LLAMA_ONE, "named", "time")
+    both = MISTRAL_LIST.removeprefix("[TOOL_CALLS] ")
+    assert accepts("mistral", both)
+    assert not accepts("mistral", both, is_parallel=False)
+    assert not accepts("mistral", both.replace("city", "town"))
+    assert accepts("qwen_xml", ONE)
+
+
+def test_the_generic_grammar_takes_text_or_calls_by_their_schemas() -> None:
+    spec = text_or_calls(tools(*TOOLS), is_parallel=True)
+    grammar = xgrammar.Grammar.from_ebnf(spec.text)
+    for text in ("", "text with < and <tool_call>", ONE, TWO):
+        assert _is_grammar_accept_string(grammar, text), text
+    for text in ("<b>", ONE.replace("city", "town"), ONE + " text", ONE[:-1]):
+        assert not _is_grammar_accept_string(grammar, text), text
 
 
 def test_what_the_grammar_takes_is_parsed_as_calls() -> None:
-    assert [call.name for call in parse("hermes", [TWO])[1]] == ["weather", "time"]
-    assert [call.name for call in parse("llama3", [LLAMA_ONE])[1]] == ["weather"]
+    forced = MISTRAL_LIST.removeprefix("[TOOL_CALLS] ")
+    for form, text in (("hermes", TWO), ("llama3", f"{LLAMA_ONE}; {LLAMA_ONE}"), ("mistral", forced)):
+        parser = make_parser(form, FUNCTIONS, is_forced=True)
+        assert parser.push(text).text == ""
+        assert parser.num_calls == 2
 
 
 def test_a_schema_that_cannot_be_enforced_names_tools() -> None:
@@ -234,8 +117,11 @@ def test_an_answer_with_a_call(form: str, script: str, granularity: str) -> None
     *chunks, done = stream_of(stream)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert "".join(delta.get("content") or "" for delta in deltas) == (choice["message"]["content"] or "")
-    (streamed,) = [call for delta in deltas for call in delta.get("tool_calls", [])]
-    assert (streamed["index"], streamed["function"]) == (0, call["function"])
+    first, *rest = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert (first["index"], first["type"], first["function"]["name"]) == (0, "function", "weather")
+    assert len(rest) > 1, "arguments come while they are generated"
+    assert all(call.keys() == {"index", "function"} and call["function"].keys() == {"arguments"} for call in rest)
+    assert "".join(call["function"]["arguments"] for call in [first, *rest]) == PARIS
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
     assert deltas[0]["role"] == "assistant"
     assert done == "[DONE]"
@@ -244,7 +130,7 @@ def test_an_answer_with_a_call(form: str, script: str, granularity: str) -> None
 
 def test_parallel_calls_and_their_limit_to_one() -> None:
     both, _ = ask("hermes", TWO, {"tools": TOOLS})
-    assert [call["function"]["name"] for call in both.json()["choices"][0]["message"]["tool_calls"]] == list(NAMES)
+    assert [call["function"]["name"] for call in both.json()["choices"][0]["message"]["tool_calls"]] == list(FUNCTIONS)
     one, engine = ask("hermes", TWO, {"tools": TOOLS, "parallel_tool_calls": False})
     (choice,) = one.json()["choices"]
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["weather"]
@@ -253,12 +139,18 @@ def test_parallel_calls_and_their_limit_to_one() -> None:
     assert engine.aborted, "nothing is generated after the only call that is allowed"
 
 
-def test_a_call_cut_off_by_max_tokens_is_text_and_says_length() -> None:
+def test_a_call_cut_off_by_max_tokens_says_length() -> None:
     response, _ = ask("hermes", ONE, {"tools": TOOLS, "max_tokens": 12})
     (choice,) = response.json()["choices"]
     assert choice["finish_reason"] == "length"
     assert ONE.startswith(choice["message"]["content"])
     assert "tool_calls" not in choice["message"]
+    response, engine = ask("hermes", ONE, {"tools": TOOLS, "max_tokens": len(tool_codec("hermes").encode(ONE)) - 16})
+    (choice,) = response.json()["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("length", None)
+    assert PARIS.startswith(call["function"]["arguments"])
+    assert engine.submitted
 
 
 def test_tools_reach_the_template_and_the_choice_of_none_hides_them() -> None:

@@ -1,4 +1,4 @@
-"""Text promises: pieces equal one pass, no half characters, stop strings independent of how tokens were cut."""
+"""Streamed text equals one pass, no character is split, and stop strings do not depend on how tokens were cut."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ FAST = TextCodec(TOKENIZER, eos_token_ids=[EOS])
 SLOW = TextCodec(TOKENIZER, eos_token_ids=[EOS], use_window=True)
 FALLBACK = TextCodec(byte_fallback(), eos_token_ids=[1])
 CODECS = {"table": FAST, "window": SLOW}
+A = FAST.encode("a")[0]
 
 texts = st.text(st.sampled_from("abst op\n🙂👩‍👩‍👧é中\ufffd"), max_size=40)
 token_ids = st.lists(st.integers(0, FAST.vocab_size - 1), max_size=60)
@@ -45,7 +46,7 @@ def stream(codec: TextCodec, ids: list[int], edges: list[int]) -> list[str]:
 
 @pytest.mark.parametrize("name", CODECS)
 @settings(deadline=None, max_examples=200)
-@given(data=st.data(), ids=token_ids)
+@given(data=st.data(), ids=token_ids.map(lambda ids: [*ids, A]))
 def test_pieces_equal_one_pass_for_any_tokens_and_cuts(name: str, data: st.DataObject, ids: list[int]) -> None:
     pieces = stream(CODECS[name], ids, data.draw(cuts(len(ids))))
     assert "".join(pieces) == FAST.decode(ids)
@@ -59,6 +60,18 @@ def test_text_survives_token_by_token_without_half_characters(codec: TextCodec, 
     pieces = stream(codec, ids, list(range(len(ids) + 1)))
     assert "".join(pieces) == codec.decode(ids) == text
     assert not any(REPLACEMENT in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("codec", [FAST, SLOW, FALLBACK], ids=["table", "window", "fallback"])
+@pytest.mark.parametrize("text", ["go 🙂", "中", "go é"])
+def test_an_end_inside_a_character_shows_nothing_of_it(codec: TextCodec, text: str) -> None:
+    """Every cut: by max_tokens, by a stop token, whatever; streams and whole responses never end in U+FFFD."""
+    ids = list(codec.encode(text))
+    for end in range(len(ids)):
+        shown = "".join(stream(codec, ids[:end], list(range(end + 1))))
+        assert text.startswith(shown)
+        text_stream = TextStream(codec.detokenizer(), ["never"])
+        assert text_stream.push(ids[:end], is_last=True).text == shown
 
 
 def test_the_fast_codec_is_fast_and_the_slow_twin_is_selectable() -> None:
@@ -106,7 +119,7 @@ def test_ids_beyond_the_tokenizer_show_nothing() -> None:
 
 
 def first_stop(text: str, stops: list[str]) -> str:
-    """The law, the slow way: the shortest prefix that ends in a stop string, without the longest such one."""
+    """The rule, computed the slow way: the shortest prefix that ends in a stop string, without the longest such one."""
     for end in range(len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -222,7 +235,7 @@ def test_the_default_model_s_pieces_equal_one_pass(smollm2: TextCodec) -> None:
     rng = random.Random(0)
     assert isinstance(smollm2.detokenizer(), ByteDetokenizer)
     for _ in range(100):
-        ids = [rng.randrange(smollm2.vocab_size) for _ in range(80)]
+        ids = [*(rng.randrange(smollm2.vocab_size) for _ in range(80)), *smollm2.encode("a")]
         assert "".join(stream(smollm2, ids, list(range(len(ids) + 1)))) == smollm2.decode(ids)
     text = "Paris 🙂 中文 naïve\n\n👩‍👩‍👧"
     assert smollm2.decode(smollm2.encode(text)) == text

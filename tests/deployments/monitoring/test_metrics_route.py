@@ -1,0 +1,48 @@
+"""/metrics on the replica's own port: Prometheus' text, under the same access rules as the other routes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import httpx
+from api_harness import dependencies, make_engine
+
+from deployments.http.access import Access
+from deployments.http.app import build_api
+from deployments.monitoring.exporter import Exporter
+from deployments.monitoring.metrics_route import add_metrics_route
+from engine.metrics.counters import MetricCounters
+
+
+def scrape(peer: str, exporter: Exporter) -> httpx.Response:
+    app = build_api(dependencies(make_engine()), Access())
+    add_metrics_route(app, exporter.render)
+
+    async def run() -> httpx.Response:
+        transport = httpx.ASGITransport(app, client=(peer, 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.get("/metrics")
+
+    return asyncio.run(run())
+
+
+def test_the_page_is_that_of_the_metrics_port_and_is_made_in_a_thread() -> None:
+    counters, threads = MetricCounters(), []
+    counters.add("paceline_rejected_total", 3, "unauthorized")
+
+    def read() -> object:
+        threads.append(threading.current_thread())
+        return counters.read()
+
+    exporter = Exporter(read, {"app": "a", "replica": "r", "model": "m"}, host="127.0.0.1", port=0)
+    try:
+        response = scrape("127.0.0.1", exporter)
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+        assert response.text == httpx.get(f"http://127.0.0.1:{exporter.port}/metrics").text
+        assert 'cause="unauthorized"} 3.0' in response.text
+        assert threading.main_thread() not in threads
+        assert scrape("10.0.0.1", exporter).status_code == 403
+    finally:
+        exporter.close()
