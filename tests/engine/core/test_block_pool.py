@@ -135,7 +135,8 @@ def test_a_prefix_ends_where_a_block_of_it_is_missing() -> None:
     for owner in (first, second):
         pool.register(owner)
     pool.release(first)
-    assert pool.attach_prefix(found := Owner(2, [5, 6, 0])) == 2
+    found = Owner(2, [5, 6, 0])
+    assert pool.attach_prefix(found) == 2
     pool.release(found)
     assert pool.reserve(Owner(3, [9] * 4), 3)
     assert pool.num_evicted == 1
