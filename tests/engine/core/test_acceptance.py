@@ -24,16 +24,18 @@ def make_span(k: int, sampling: SamplingParams, *, stream_key: int = KEY, num_st
     return Span(request, 1, 1, k, True, "plan")
 
 
-def verify(row: DraftRow, sampling: SamplingParams, *, vocab: torch.Tensor | None = None) -> RowVerdict:
-    span = make_span(len(row.token_ids), sampling)
+def verify(
+    row: DraftRow, sampling: SamplingParams, *, vocab: torch.Tensor | None = None, stream_key: int = KEY
+) -> RowVerdict:
+    span = make_span(len(row.token_ids), sampling, stream_key=stream_key)
     (verdict,) = accept_or_reject(LOGITS[: len(row.token_ids) + 1].clone(), [span], Draft((row,), vocab))
     return verdict
 
 
-def drawn(row: int, position: int, purpose: Purpose, attempt: int) -> int:
+def drawn(row: int, position: int, purpose: Purpose, attempt: int, *, stream_key: int = KEY) -> int:
     """The token of a row by the definition of a draw."""
     probs = torch.softmax(LOGITS[row], dim=-1)
-    noise = gumbel([stream_seed(KEY, position, purpose, attempt)], torch.arange(4))[0]
+    noise = gumbel([stream_seed(stream_key, position, purpose, attempt)], torch.arange(4))[0]
     return int((probs.log() + noise).argmax())
 
 
@@ -62,8 +64,10 @@ def test_coupled_tokens_are_drawn_by_position_whatever_was_drafted() -> None:
 
 def test_rejection_accepts_a_token_that_the_target_finds_as_likely_as_the_draft_did() -> None:
     probs = torch.softmax(LOGITS[:2], dim=-1)
-    verdict = verify(DraftRow((0, 1), probs), SamplingParams())
-    assert verdict == RowVerdict((0, 1, drawn(2, POSITION + 2, Purpose.TOKEN, 1)), 2, "bonus")
+    for key in range(20):
+        verdict = verify(DraftRow((0, 1), probs), SamplingParams(), stream_key=key)
+        bonus = drawn(2, POSITION + 2, Purpose.TOKEN, 1, stream_key=key)
+        assert verdict == RowVerdict((0, 1, bonus), 2, "bonus")
 
 
 def test_rejection_replaces_a_token_that_the_target_excludes() -> None:
@@ -74,12 +78,14 @@ def test_rejection_replaces_a_token_that_the_target_excludes() -> None:
 def test_rejection_draws_the_replacement_where_the_target_exceeds_the_draft() -> None:
     """p is about (0.03, 0.09, 0.64, 0.24). The draft said 2 with 0.98: what exceeds it are 0, 1 and 3."""
     q = torch.tensor([[0.0, 0.0, 0.98, 0.02]])
+    excess = (torch.softmax(LOGITS[0], dim=-1) - q[0]).clamp(min=0)
     seen = set()
     for key in range(300):
         span = make_span(1, SamplingParams(), stream_key=key)
         (verdict,) = accept_or_reject(LOGITS[:2].clone(), [span], Draft((DraftRow((2,), q),)))
         if verdict.last == "recovered":
-            assert verdict.num_accepted == 0
+            noise = gumbel([stream_seed(key, POSITION, Purpose.RECOVER, 1)], torch.arange(4))[0]
+            assert verdict == RowVerdict((int((excess.log() + noise).argmax()),), 0, "recovered")
             seen.add(verdict.token_ids)
     assert seen == {(0,), (1,), (3,)}
 

@@ -123,3 +123,24 @@ def test_evictions_are_counted_and_the_oldest_goes_first() -> None:
 def test_a_pool_without_blocks_is_refused() -> None:
     with pytest.raises(ConfigError, match="num_blocks"):
         BlockPool(1, 4, prefix_cache=True)
+
+
+def test_a_prefix_ends_where_a_block_of_it_is_missing() -> None:
+    """Two owners compute the same first block at once; the one that was cached is evicted, the second block stays."""
+    pool = BlockPool(6, 1, prefix_cache=True)
+    first, second = Owner(0, [5, 6, 0]), Owner(1, [5, 6, 0])
+    for owner, num_computed in ((first, 1), (second, 2)):
+        assert pool.reserve(owner, num_computed)
+        owner.num_computed = num_computed
+    for owner in (first, second):
+        pool.register(owner)
+    pool.release(first)
+    found = Owner(2, [5, 6, 0])
+    assert pool.attach_prefix(found) == 2
+    pool.release(found)
+    assert pool.reserve(Owner(3, [9] * 4), 3)
+    assert pool.num_evicted == 1
+    missed = Owner(4, [5, 6, 0])
+    assert pool.attach_prefix(missed) == 0
+    assert missed.block_ids == []
+    pool.check()

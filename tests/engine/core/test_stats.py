@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.core.drafter import NoDrafter
 from engine.core.request import Request
 from engine.core.stats import RowOutcome, step_stats
 from engine.core.step import Batch, Draft, DraftRow, RowVerdict, Span, Verdict
@@ -60,11 +61,12 @@ def test_every_count_of_a_step() -> None:
     assert (stats.schedule_s, stats.step_s) == (0.5, 0.6)
 
 
-def test_a_step_without_drafts_has_no_positions() -> None:
+def test_a_step_without_drafts_has_no_positions_and_no_seconds_of_a_draft() -> None:
     only = request(1, 3)
     batch = Batch(1, (Span(only, 2, 1, 0, True, "off"),), 0)
     verdict = Verdict((RowVerdict((4,), 0, "plain"),))
-    stats = step_stats(batch, Draft((DraftRow(reason="off"),)), verdict, [], schedule_s=0.0, step_s=0.0)
+    stats = step_stats(batch, NoDrafter().draft(batch), verdict, [], schedule_s=0.0, step_s=0.0)
+    assert (stats.draft_s, stats.handoff_s, stats.num_caught_up, stats.verify_s, stats.sample_s) == (0, 0, 0, 0, 0)
     assert (stats.depth, stats.drafted_by_position, stats.outcomes, stats.num_drafted) == (0, (), (), 0)
     assert stats.k_by_reason == {"off": 1}
     assert stats.ended == ()

@@ -13,10 +13,12 @@ from engine.core.waiting_queue import WEIGHTS, WaitingQueue
 from engine.messages import Priority, SamplingParams, Submit
 
 
-def make(name: str, client: str = "", priority: Priority = "normal", tokens: int = 100) -> Request:
+def make(
+    name: str, client: str = "", priority: Priority = "normal", tokens: int = 100, num_prompt: int = 10
+) -> Request:
     submit = Submit(
         request_id=name,
-        prompt=(1,) * 10,
+        prompt=(1,) * num_prompt,
         sampling=SamplingParams(max_tokens=tokens),
         client=client,
         priority=priority,
@@ -104,13 +106,14 @@ def test_preempted_requests_go_first_and_anything_can_be_taken_out() -> None:
         queue.pop()
 
 
-@pytest.mark.parametrize(("first", "second"), [("long", "short"), ("short", "long")])
-def test_a_long_response_is_charged_as_a_typical_one(first: str, second: str) -> None:
-    """10 + 256 tokens either way: equal charges are served in the order of arrival."""
+@pytest.mark.parametrize(("first", "second"), [("long", "prompt"), ("prompt", "long")])
+def test_a_long_response_is_charged_as_one_of_256_tokens(first: str, second: str) -> None:
+    """10 + 256 and 265 + 1 tokens: equal charges are served in the order of arrival."""
     queue = WaitingQueue()
-    tokens = {"long": 10_000, "short": 256}
+    sizes = {"long": (10, 10_000), "prompt": (265, 1)}
     for name in (first, second):
-        queue.add(make(name, client=name, tokens=tokens[name]))
+        num_prompt, tokens = sizes[name]
+        queue.add(make(name, client=name, tokens=tokens, num_prompt=num_prompt))
     assert drain(queue) == [first, second]
 
 
