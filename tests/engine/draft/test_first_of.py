@@ -33,7 +33,7 @@ class RecordingDrafter:
         for index, span in enumerate(batch.spans):
             if span.k > 0 and (self._only is None or span.request.key in self._only):
                 self.asked.append(tuple(span.request.tokens))
-                rows[index] = DraftRow(token_ids=(self._token,) * span.k)
+                rows[index] = DraftRow(token_ids=(self._token,) * span.k, reason=span.reason)
         return Draft(tuple(rows), draft_s=1.0)
 
     def committed(self, batch: Batch, verdict: Verdict) -> None:
@@ -62,7 +62,7 @@ def test_each_span_is_drafted_by_the_first_that_finds_something() -> None:
     draft = FirstOf(first, rest, source="grammar").draft(batch_of(2, 3, 0))
     assert [row.token_ids for row in draft.rows] == [(9, 9), (7, 7, 7), ()]
     assert [row.source for row in draft.rows] == ["method", "grammar", "method"]
-    assert [row.reason for row in draft.rows] == ["plan", "plan", "off"]
+    assert [row.reason for row in draft.rows] == ["off", "plan", "off"]
     assert rest.asked_ks == [(2, 0, 0)]
     assert draft.draft_s == 1.0
 
