@@ -1,6 +1,7 @@
 """Builds the Serve application that `import_path: deployments.app:build` names in a YAML file.
 
-Owns the mapping from settings to deployment options. Runs once per `serve deploy`, on the cluster.
+Owns the mapping from settings to deployment options. Runs once per `serve deploy`, on the cluster. `serve run` takes
+`deployments.app:build` too; `serve build` takes `deployments.app:app`, the application of the embedded model.
 """
 
 from __future__ import annotations
@@ -8,11 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import ray
+import yaml
 from ray import serve
 from ray.serve import Application
 
 from deployments.cluster.placement import bundles
 from deployments.cluster.serve_autoscaling import POLICY_PATH
+from deployments.local.yaml_config import DEFAULT_FILE
 from deployments.replica import Replica
 from deployments.settings import AppSettings
 from engine.config import EngineConfig
@@ -23,12 +26,12 @@ MAX_ONGOING_REQUESTS = 100_000
 
 
 def build(args: dict[str, Any]) -> Application:
-    """The application for the `args:` of a YAML file.
+    """The application for the `args:` of a YAML file; for empty args that of the embedded model.
 
     Raises:
         ConfigError: a setting is wrong; the message names it.
     """
-    settings = with_device(AppSettings.parse(args))
+    settings = with_device(AppSettings.parse(args or default_args()))
     deployment = serve.deployment(serve.ingress()(Replica)).options(
         name="Replica",
         **_replicas(settings),
@@ -41,6 +44,19 @@ def build(args: dict[str, Any]) -> Application:
         placement_group_strategy="STRICT_PACK",
     )
     return deployment.bind(settings.model_dump())
+
+
+def __getattr__(name: str) -> Any:
+    """Builds `app` on its first use, because Ray may start only after this module is imported."""
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return build({})
+
+
+def default_args() -> dict[str, Any]:
+    """The `args:` of smollm2.yaml."""
+    args: dict[str, Any] = yaml.safe_load(DEFAULT_FILE.read_text())["applications"][0]["args"]
+    return args
 
 
 def _replicas(settings: AppSettings) -> dict[str, Any]:
