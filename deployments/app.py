@@ -6,13 +6,17 @@ Owns the mapping from settings to deployment options. Runs once per `serve deplo
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import ray
 import yaml
-from ray import serve
+from ray import cloudpickle, serve
 from ray.serve import Application
 
+from autoscale.replicas import decision
+from deployments.cluster import placement
 from deployments.cluster.placement import bundles
 from deployments.cluster.serve_autoscaling import POLICY_PATH
 from deployments.local.yaml_config import DEFAULT_FILE
@@ -20,6 +24,8 @@ from deployments.replica import Replica
 from deployments.settings import AppSettings
 from engine.config import EngineConfig
 
+POLICY_MODULES = (decision, placement)
+"""Modules of this project that the autoscaling policy uses when it runs."""
 HEALTH_PERIOD_S = 5.0
 MAX_ONGOING_REQUESTS = 100_000
 """Serve never queues or refuses a request, because `http.admission` does (429 with Retry-After)."""
@@ -32,17 +38,18 @@ def build(args: dict[str, Any]) -> Application:
         ConfigError: a setting is wrong; the message names it.
     """
     settings = with_device(AppSettings.parse(args or default_args()))
-    deployment = serve.deployment(serve.ingress()(Replica)).options(
-        name="Replica",
-        **_replicas(settings),
-        max_ongoing_requests=MAX_ONGOING_REQUESTS,
-        health_check_period_s=HEALTH_PERIOD_S,
-        health_check_timeout_s=3 * HEALTH_PERIOD_S,
-        graceful_shutdown_timeout_s=settings.drain_timeout_s,
-        ray_actor_options={"num_cpus": 1},
-        placement_group_bundles=bundles(settings),
-        placement_group_strategy="STRICT_PACK",
-    )
+    with policy_by_value():
+        deployment = serve.deployment(serve.ingress()(Replica)).options(
+            name="Replica",
+            **_replicas(settings),
+            max_ongoing_requests=MAX_ONGOING_REQUESTS,
+            health_check_period_s=HEALTH_PERIOD_S,
+            health_check_timeout_s=3 * HEALTH_PERIOD_S,
+            graceful_shutdown_timeout_s=settings.drain_timeout_s,
+            ray_actor_options={"num_cpus": 1},
+            placement_group_bundles=bundles(settings),
+            placement_group_strategy="STRICT_PACK",
+        )
     return deployment.bind(settings.model_dump())
 
 
@@ -73,6 +80,22 @@ def _replicas(settings: AppSettings) -> dict[str, Any]:
         "policy": {"policy_function": POLICY_PATH, "policy_kwargs": {"tpot_s": chosen.tpot_s}},
     }
     return {"autoscaling_config": config}
+
+
+@contextlib.contextmanager
+def policy_by_value() -> Iterator[None]:
+    """Within it, Serve pickles the autoscaling policy together with the modules of this project that it uses.
+
+    Serve's controller runs the policy outside of the application's runtime environment. There it cannot import modules
+    that exist only in a `working_dir`. Serve itself includes only the module of the policy.
+    """
+    for module in POLICY_MODULES:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in POLICY_MODULES:
+            cloudpickle.unregister_pickle_by_value(module)
 
 
 def with_device(settings: AppSettings) -> AppSettings:

@@ -76,6 +76,12 @@ def _check_live(app: ServeApplicationSchema, settings: AppSettings) -> None:
         user_config = deployment.user_config
         if deployment.name != DEPLOYMENT:
             raise ConfigError(f"applications[{app.name}].deployments: {deployment.name} given; there is {DEPLOYMENT}")
+        for field, setting in (("num_replicas", "num_replicas"), ("autoscaling_config", "autoscaling")):
+            if field in deployment.model_fields_set:
+                raise ConfigError(
+                    f"applications[{app.name}].deployments.{DEPLOYMENT}.{field}: given; use args.{setting}, "
+                    "which the checks and the metrics read"
+                )
         if isinstance(user_config, dict):
             try:
                 check_live(LiveSettings.parse(user_config), settings)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,3 +53,37 @@ def test_incomplete_arguments_are_an_error_that_names_the_field() -> None:
 def test_the_module_has_no_other_lazy_attributes() -> None:
     with pytest.raises(AttributeError, match="application"):
         _ = app.application
+
+
+ELSEWHERE = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("deployments", "autoscale", "engine"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+from types import SimpleNamespace
+from ray import cloudpickle
+
+policy = cloudpickle.loads(sys.stdin.buffer.read())(tpot_s=0.025, report=lambda app, decision: True)
+context = SimpleNamespace(
+    app_name="a",
+    target_num_replicas=2,
+    capacity_adjusted_min_replicas=1,
+    capacity_adjusted_max_replicas=4,
+    aggregated_metrics={},
+)
+print(policy(context)[0])
+"""
+
+
+def test_the_autoscaling_policy_runs_where_the_project_cannot_be_imported() -> None:
+    """Serve's controller does not see the working_dir of an application."""
+    built = app.build({"engine": ENGINE, "autoscaling": {"max_replicas": 4}})
+    (deployment,) = build_app(built, name="a").deployments
+    pickled = deployment._deployment_config.autoscaling_config.policy.get_serialized_policy_def()
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE], input=pickled, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.split() == [b"2"]
