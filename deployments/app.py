@@ -1,50 +1,73 @@
 """Builds the Serve application that `import_path: deployments.app:build` names in a YAML file.
 
-Owns the mapping from settings to deployment options. Runs once per `serve deploy`, on the cluster.
+Owns the mapping from settings to deployment options. Runs once per `serve deploy`, on the cluster. `serve run` takes
+`deployments.app:build` too; `serve build` takes `deployments.app:app`, the application of the embedded model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import ray
-from ray import serve
+import yaml
+from ray import cloudpickle, serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
+from autoscale.replicas import decision
+from deployments.cluster import placement, request_router
 from deployments.cluster.placement import bundles
 from deployments.cluster.request_router import ROUTER_PATH
 from deployments.cluster.serve_autoscaling import POLICY_PATH
+from deployments.local.yaml_config import DEFAULT_FILE
 from deployments.replica import Replica
 from deployments.settings import AppSettings
 from engine.config import EngineConfig
 
+SERVE_MODULES = (decision, placement, request_router)
+"""Modules of this project that Serve's own processes run: the autoscaling policy's, and the request router."""
 HEALTH_PERIOD_S = 5.0
 MAX_ONGOING_REQUESTS = 100_000
 """Serve never queues or refuses a request, because `http.admission` does (429 with Retry-After)."""
 
 
 def build(args: dict[str, Any]) -> Application:
-    """The application for the `args:` of a YAML file.
+    """The application for the `args:` of a YAML file; for empty args that of the embedded model.
 
     Raises:
         ConfigError: a setting is wrong; the message names it.
     """
-    settings = with_device(AppSettings.parse(args))
-    deployment = serve.deployment(serve.ingress()(Replica)).options(
-        name="Replica",
-        **_replicas(settings),
-        **_router(),
-        max_ongoing_requests=MAX_ONGOING_REQUESTS,
-        health_check_period_s=HEALTH_PERIOD_S,
-        health_check_timeout_s=3 * HEALTH_PERIOD_S,
-        graceful_shutdown_timeout_s=settings.drain_timeout_s,
-        ray_actor_options={"num_cpus": 1},
-        placement_group_bundles=bundles(settings),
-        placement_group_strategy="STRICT_PACK",
-    )
+    settings = with_device(AppSettings.parse(args or default_args()))
+    with modules_by_value():
+        deployment = serve.deployment(serve.ingress()(Replica)).options(
+            name="Replica",
+            **_replicas(settings),
+            **_router(),
+            max_ongoing_requests=MAX_ONGOING_REQUESTS,
+            health_check_period_s=HEALTH_PERIOD_S,
+            health_check_timeout_s=3 * HEALTH_PERIOD_S,
+            graceful_shutdown_timeout_s=settings.drain_timeout_s,
+            ray_actor_options={"num_cpus": 1},
+            placement_group_bundles=bundles(settings),
+            placement_group_strategy="STRICT_PACK",
+        )
     return deployment.bind(settings.model_dump())
+
+
+def __getattr__(name: str) -> Any:
+    """Builds `app` on its first use, because Ray may start only after this module is imported."""
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return build({})
+
+
+def default_args() -> dict[str, Any]:
+    """The `args:` of smollm2.yaml."""
+    args: dict[str, Any] = yaml.safe_load(DEFAULT_FILE.read_text())["applications"][0]["args"]
+    return args
 
 
 def _replicas(settings: AppSettings) -> dict[str, Any]:
@@ -68,6 +91,22 @@ def _router() -> dict[str, Any]:
     if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
         return {}
     return {"request_router_config": RequestRouterConfig(request_router_class=ROUTER_PATH)}
+
+
+@contextlib.contextmanager
+def modules_by_value() -> Iterator[None]:
+    """Within it, Serve pickles the autoscaling policy and the request router together with their modules.
+
+    Serve's controller and proxies run them outside of the application's runtime environment. There they cannot import
+    modules that exist only in a `working_dir`.
+    """
+    for module in SERVE_MODULES:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in SERVE_MODULES:
+            cloudpickle.unregister_pickle_by_value(module)
 
 
 def with_device(settings: AppSettings) -> AppSettings:

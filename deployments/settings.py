@@ -85,7 +85,7 @@ class AppSettings(Settings):
     metrics_host: str = "127.0.0.1"
     """Address on which each replica exposes its metrics. The default accepts scrapes from its own node only."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port of the metrics. 0 takes a free port, which a node with several replicas needs."""
+    """Port of the metrics. Further replicas of the same node take the next ports. 0 takes any free port."""
     metrics_dir: str | None = None
     """Folder of target files for Prometheus. Default: $PACELINE_METRICS_DIR, else metrics-targets in the cache."""
     log_format: Literal["text", "json"] = "text"

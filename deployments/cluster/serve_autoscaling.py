@@ -74,6 +74,8 @@ class TpotPolicy:
 
 def report_to_controller(app_name: str, decision: ReplicaDecision) -> bool:
     """Send a decision to the controller of an app. Returns False if the app has no controller now."""
+    if not ray.is_initialized():  # `get_actor` would start a cluster
+        return False
     try:
         controller = ray.get_actor(controller_name(app_name), namespace=CONTROLLER_NAMESPACE)
         controller.scaled.remote(decision)

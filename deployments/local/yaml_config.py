@@ -138,6 +138,11 @@ def _check_live(app_name: str, deployments: Any, settings: AppSettings) -> None:
         user_config = deployment.get("user_config")
         if deployment.get("name") != DEPLOYMENT:
             raise ConfigError(f"{where}: {deployment.get('name')} given; there is {DEPLOYMENT}")
+        for field, setting in (("num_replicas", "num_replicas"), ("autoscaling_config", "autoscaling")):
+            if field in deployment:
+                raise ConfigError(
+                    f"{where}.{DEPLOYMENT}.{field}: given; use args.{setting}, which the checks and the metrics read"
+                )
         if isinstance(user_config, dict):
             try:
                 check_live(LiveSettings.parse(user_config), settings)

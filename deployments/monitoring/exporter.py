@@ -6,6 +6,7 @@ load balancer would direct every scrape to a different replica. Does not know th
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -96,18 +97,24 @@ class Exporter:
         read: returns a snapshot. Called once per scrape.
         common: values of COMMON_LABELS by name.
         host, port: address to listen on. Port 0 takes a free port.
+        num_ports: number of successive ports to try from `port` on.
 
     Raises:
-        ConfigError: the address cannot be bound.
+        ConfigError: no such address can be bound.
     """
 
-    def __init__(self, read: Callable[[], MetricSnapshot], common: Mapping[str, str], *, host: str, port: int) -> None:
+    def __init__(
+        self,
+        read: Callable[[], MetricSnapshot],
+        common: Mapping[str, str],
+        *,
+        host: str,
+        port: int,
+        num_ports: int = 1,
+    ) -> None:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(SnapshotCollector(read, common))
-        try:
-            self._server = _Server(registry, host, port)
-        except OSError as error:
-            raise ConfigError(f"metrics_host, metrics_port: cannot listen on {host}:{port}: {error}") from None
+        self._server = _listen(registry, host, range(port, port + num_ports) if port else (0,))
         self.port = int(self._server.server_address[1])
         """The port that it listens on."""
         self._thread = Thread(target=self._server.serve_forever, args=(0.1,), name="metrics", daemon=True)
@@ -122,6 +129,17 @@ class Exporter:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _listen(registry: CollectorRegistry, host: str, ports: Sequence[int]) -> _Server:
+    """A server on the first port that is free."""
+    for port in ports:
+        try:
+            return _Server(registry, host, port)
+        except OSError as error:
+            if port == ports[-1] or error.errno != errno.EADDRINUSE:
+                raise ConfigError(f"metrics_host, metrics_port: cannot listen on {host}:{port}: {error}") from None
+    raise ConfigError("metrics_port: no port given")
 
 
 class _Server(ThreadingHTTPServer):

@@ -75,7 +75,11 @@ class ReplicaObserver:
         settings = self._settings
         self._counters.set("paceline_start_time_seconds", time.time())
         self._exporter = Exporter(
-            lambda: self.read(loop), self._labels, host=settings.metrics_host, port=settings.metrics_port
+            lambda: self.read(loop),
+            self._labels,
+            host=settings.metrics_host,
+            port=settings.metrics_port,
+            num_ports=settings.most_replicas + 1,  # in an upgrade a node may have an old and a new replica
         )
         port = self._exporter.port
         host = node_ip if settings.metrics_host in WILDCARDS else settings.metrics_host

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.local.ray_head import free_port
+from deployments.local.ports import free_port
 
 pytestmark = pytest.mark.ray
 

@@ -13,7 +13,7 @@ from deployments.settings import AppSettings
 from engine.config import CPU_BLOCK, CUDA_PAGE, EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.draft.architectures import PlainArchitecture
-from engine.draft.proposer import DraftModel
+from engine.draft.proposer import Proposer
 from engine.draft_buffer.layout import BufferSpec
 from engine.draft_buffer.target_endpoint import TargetEndpoint
 from engine.errors import ConfigError
@@ -86,7 +86,7 @@ def test_a_local_ray_offers_the_cpus_of_all_bundles(device: str, tp: int) -> Non
 def test_a_draft_has_drafted_before_its_first_request_and_holds_nothing() -> None:
     toy = ToyModel(vocab_size=16)
     pool = BlockPool(64, toy.block_size, prefix_cache=False)
-    model = DraftModel(PlainArchitecture(toy.forward), pool, vocab=None, max_model_len=32)
+    model = Proposer(PlainArchitecture(toy.forward), pool, vocab=None, max_model_len=32)
     num_free = pool.num_free
     warm_up(model, 16, 0, torch.float32, torch.device("cpu"))
     assert toy.num_rows >= 2 * 3 + 2  # Two requests of three tokens, then at least one more pass over both.

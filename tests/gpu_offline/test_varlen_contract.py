@@ -10,7 +10,7 @@ import torch
 import varlen_contract
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import TextDelta, plan_of, scattered_blocks
+from tiny_models import TokenRange, forward_input_of, scattered_blocks
 
 from engine.core.step import ForwardInput
 from engine.model.attention import ReferenceAttention
@@ -36,10 +36,10 @@ def forward_of(spans: list[tuple[int, int]]) -> tuple[ForwardInput, int]:
     num_blocks = sum(-(-total // PAGE) for total in totals) + 3
     blocks = scattered_blocks(totals, num_blocks=num_blocks, block_size=PAGE)
     parts = [
-        TextDelta(range(total), context, total, owned)
+        TokenRange(range(total), context, total, owned)
         for (_, context), total, owned in zip(spans, totals, blocks, strict=True)
     ]
-    return plan_of(parts, block_size=PAGE), num_blocks
+    return forward_input_of(parts, block_size=PAGE), num_blocks
 
 
 @settings(max_examples=25, deadline=None)

@@ -24,7 +24,7 @@ from engine.core.step import Batch, Draft, DraftRow, Span
 from engine.core.verifier import Verifier
 from engine.draft.architectures import EagleArchitecture, PlainArchitecture
 from engine.draft.messages import DraftRequestRow, DraftResponseRow
-from engine.draft.proposer import DraftModel
+from engine.draft.proposer import Proposer
 from engine.messages import SamplingParams, Submit
 from engine.model.collectives import Group
 from engine.sampling.row_sampling import RowSampling
@@ -122,7 +122,7 @@ def respond(
     features = None
     if kind == "eagle":
         head, decoder, caches = fake_eagle(shape)
-        model = DraftModel(EagleArchitecture(head, decoder, caches), pool, vocab=None, max_model_len=4096)
+        model = Proposer(EagleArchitecture(head, decoder, caches), pool, vocab=None, max_model_len=4096)
         features = torch.empty(100, head.feature_width, dtype=torch.bfloat16, device=CUDA)
     else:
         draft_shape = LLAMA_1B | {"vocab_size": shape["vocab_size"]}
@@ -133,7 +133,7 @@ def respond(
             assert logits is not None
             return logits
 
-        model = DraftModel(PlainArchitecture(forward), pool, vocab=None, max_model_len=4096)
+        model = Proposer(PlainArchitecture(forward), pool, vocab=None, max_model_len=4096)
     probs = torch.empty(len(batch.spans), K, shape["vocab_size"], device=CUDA)
     rows = [
         DraftRequestRow(
@@ -148,7 +148,7 @@ def respond(
         for s in [span.request.submit.sampling]
     ]
     recorder.reads.clear()
-    found = model.answer(rows, [], probs, features)
+    found = model.propose(rows, [], probs, features)
     assert recorder.num_reads == K, recorder.reads
     return found, probs
 

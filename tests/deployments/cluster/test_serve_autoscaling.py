@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import ray
+
 from autoscale.replicas.decision import BATCHES, ReplicaDecision, ReplicaLoad
-from deployments.cluster.serve_autoscaling import REPORT_PERIOD_S, TpotPolicy, readings_of
+from deployments.cluster.serve_autoscaling import REPORT_PERIOD_S, TpotPolicy, readings_of, report_to_controller
 
 BUSY = ReplicaLoad(num_running=40, num_waiting=0, tokens_per_s=1000.0, tpot_s=tuple(0.01 + 0.001 * b for b in BATCHES))
 IDLE = ReplicaLoad(num_running=0, num_waiting=0, tokens_per_s=0.0, tpot_s=BUSY.tpot_s)
@@ -75,6 +77,11 @@ def test_without_a_controller_every_call_tries_again() -> None:
     world.has_controller = True
     world.policy(Context([BUSY, BUSY]))
     assert len(world.reports) == 1
+
+
+def test_a_report_without_ray_starts_no_cluster() -> None:
+    assert not report_to_controller("app", ReplicaDecision(2, "steady"))
+    assert not ray.is_initialized()
 
 
 def test_a_replica_that_has_not_recorded_every_value_does_not_count() -> None:

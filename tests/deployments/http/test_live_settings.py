@@ -47,6 +47,18 @@ def test_a_file_with_bad_live_settings_is_refused_with_the_place() -> None:
         check(values)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "setting"),
+    [("num_replicas", 2, "num_replicas"), ("autoscaling_config", {"max_replicas": 2}, "autoscaling")],
+)
+def test_the_number_of_replicas_has_one_place(field: str, value: Any, setting: str) -> None:
+    """Serve would accept it in both places; checks and metrics know only the one in `args`."""
+    values = yaml.safe_load(DEFAULT_FILE.read_text())
+    values["applications"][0]["deployments"] = [{"name": DEPLOYMENT, field: value}]
+    with pytest.raises(ConfigError, match=rf"{DEPLOYMENT}\.{field}.*args\.{setting}"):
+        check(values)
+
+
 def test_changes_add_up_and_the_file_stays_as_it_was() -> None:
     once = with_user_config(VALUES, max_k=2)
     twice = with_user_config(once, accepts_requests=False)

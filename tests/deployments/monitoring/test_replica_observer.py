@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from pathlib import Path
 
 from api_harness import make_engine
@@ -15,6 +16,35 @@ from engine.messages import SamplingParams, Submit
 from engine.metrics.counters import MetricCounters, MetricSnapshot
 
 LABELS = ("app", "replica", "model")
+
+
+async def no_metrics() -> MetricSnapshot:
+    return MetricSnapshot()
+
+
+def test_replicas_of_a_node_take_successive_ports_from_a_fixed_one(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        first = int(probe.getsockname()[1])
+    settings = AppSettings.parse(
+        {"engine": {"model": "smollm2"}, "metrics_dir": str(tmp_path), "metrics_port": first, "num_replicas": 2}
+    )
+
+    async def run() -> list[int]:
+        replicas = [ReplicaObserver(settings, make_engine(), no_metrics, app="app", replica=name) for name in "ab"]
+        for replica in replicas:
+            replica.start(asyncio.get_running_loop(), node_ip="192.0.2.1")
+        files = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*.json"))]
+        ports = [int(entry["targets"][0].rpartition(":")[2]) for (entry,) in files]
+        for port in ports:
+            assert await asyncio.to_thread(scrape, port)
+        for replica in replicas:
+            await asyncio.to_thread(replica.close)
+        return ports
+
+    ports = asyncio.run(run())
+    assert ports[0] >= first
+    assert first <= ports[0] < ports[1] <= first + 2
 
 
 def test_replicas_are_targets_of_their_own(tmp_path: Path) -> None:
