@@ -17,7 +17,7 @@ import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayError
 
-from autoscale.control.controller import Controller, initial_plan
+from autoscale.control.controller import initial_plan
 from autoscale.control.report import Aggregator
 from autoscale.control.step_metrics import StepRecorder
 from autoscale.policy.cost_model import CostTable
@@ -161,10 +161,6 @@ class ShardActor(ProcessMixin, TargetShard):
 
 class DraftActor(ProcessMixin, DraftWorker):
     """A draft worker."""
-
-
-class ControllerActor(ProcessMixin, Controller):
-    """The controller of one app."""
 
 
 class ControllerLink:

@@ -21,7 +21,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from autoscale.control.controller import initial_plan
 from autoscale.control.history import HistoryView
 from autoscale.replicas.decision import ReplicaDecision, ReplicaLoad
-from deployments.cluster.actors import ControllerActor, actor, device_env
+from deployments.cluster.actors import actor, device_env
+from deployments.cluster.controller_actor import ControllerActor
 from deployments.cluster.draft_supervisor import DraftSupervisor
 from deployments.cluster.placement import CONTROLLER_NAMESPACE, controller_name, draft_bundle
 from deployments.cluster.shard_client import ShardClient

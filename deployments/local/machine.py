@@ -132,7 +132,9 @@ def listener(port: int) -> str | None:
     """The process that listens on a TCP port, as `name (pid)`; None where that cannot be seen."""
     try:
         connections = psutil.net_connections("tcp")
-        pids = [c.pid for c in connections if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port and c.pid]
+        pids = [
+            c.pid for c in connections if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port and c.pid
+        ]
         return f"{psutil.Process(pids[0]).name()} (pid {pids[0]})" if pids else None
     except (psutil.Error, OSError):
         return None
