@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import ray
 from ray.exceptions import RayError
 
-from autoscale.control.controller import Controller
 from autoscale.control.report import Observation
 from autoscale.replicas.decision import ReplicaLoad
 from deployments.cluster.paced_shard import PacedShard
@@ -105,10 +104,6 @@ class ShardActor(ProcessMixin, TargetShard):
 
 class DraftActor(ProcessMixin, DraftWorker):
     """A draft worker."""
-
-
-class ControllerActor(ProcessMixin, Controller):
-    """The controller of one app."""
 
 
 class Reporter(Protocol):

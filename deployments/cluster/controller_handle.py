@@ -15,7 +15,8 @@ import ray
 
 from autoscale.control.history import HistoryView
 from autoscale.replicas.decision import ReplicaDecision
-from deployments.cluster.actors import ControllerActor, actor
+from deployments.cluster.actors import actor
+from deployments.cluster.controller_actor import ControllerActor
 from deployments.cluster.placement import CONTROLLER_NAMESPACE, controller_name
 from engine.core.pacing import SpeculationPlan
 from engine.errors import EngineUnavailable

@@ -7,14 +7,13 @@ Owns what a local server needs of this machine: ports, cache folder, key file, d
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from deployments.http.keys import KeyRing
 from deployments.local import machine
 from deployments.local.ports import check_port
-from deployments.local.ray_head import OBJECT_STORE_BYTES
+from deployments.local.ray_head import OBJECT_STORE_BYTES, TEMPORARY
 from deployments.settings import AppSettings
 from engine.checkpoint.model_config import INDEX_FILE, SINGLE_FILE, ModelConfig
 from engine.checkpoint.store import EMBEDDED, cache_folder, check_cache, embedded_bytes_needed
@@ -100,7 +99,7 @@ def _check_device(settings: AppSettings, host: str, port: int) -> None:
 
 def _check_shared_memory(settings: AppSettings, host: str, port: int) -> None:
     del host, port
-    check_shared_memory(settings.engine, machine.SHARED_MEMORY, Path(tempfile.gettempdir()))
+    check_shared_memory(settings.engine, machine.SHARED_MEMORY, TEMPORARY)
 
 
 def check_shared_memory(engine: EngineConfig, shared: Path, temporary: Path) -> None:

@@ -32,6 +32,8 @@ START_TRIES = 2
 """A port that was free may be taken before Ray listens on it; the second try uses others."""
 GCS_PORT, DASHBOARD_PORT = 6379, 8265
 """Ray's usual ports, used where nobody listens there."""
+TEMPORARY = Path("/tmp")
+"""Ray's folder is made here: paths of unix sockets below it must stay short."""
 OBJECT_STORE_BYTES = 100 << 20
 """Size of Ray's object store, close to the smallest that Ray accepts: nothing large is sent through it."""
 
@@ -46,7 +48,7 @@ class LocalRay:
     def __init__(self, *, num_cpus: int) -> None:
         self._num_cpus = num_cpus
         self._process: subprocess.Popen[bytes] | None = None
-        self.folder = Path(tempfile.mkdtemp(prefix="paceline-", dir="/tmp"))  # short: unix sockets are made below it
+        self.folder = Path(tempfile.mkdtemp(prefix="paceline-", dir=TEMPORARY))
         self.port, self.dashboard_port = GCS_PORT, DASHBOARD_PORT
         token_file = self.folder / "token"
         token_file.touch(mode=0o600)

@@ -29,7 +29,7 @@ from deployments.monitoring.discovery import clear_dead, targets_folder
 from deployments.settings import AppSettings
 from engine.checkpoint.draft_check import check_draft
 from engine.checkpoint.store import resolve_model
-from engine.errors import EngineUnavailable
+from engine.errors import ConfigError, EngineUnavailable
 
 WILDCARDS = ("0.0.0.0", "::")
 SPARE_CPUS = 2
@@ -90,10 +90,13 @@ def _prepare(settings: AppSettings, console: Console) -> None:
     for line in startup_lines(settings.engine):
         console.print(line, markup=False, highlight=False)
     folder = resolve_model(settings.engine.model)
-    draft_folder = None
-    if settings.engine.speculative.draft is not None:
-        draft_folder = resolve_draft(settings.engine.speculative.draft, progress=True)
-        check_draft(draft_folder, folder)
+    draft, draft_folder = settings.engine.speculative.draft, None
+    if draft is not None:
+        try:
+            draft_folder = resolve_draft(draft, progress=True)
+            check_draft(draft_folder, folder)
+        except ConfigError as error:
+            raise ConfigError(f"speculative.draft: {error}") from None
     preflight.check_memory(settings, folder, draft_folder, free_bytes=machine.free_memory())
 
 
