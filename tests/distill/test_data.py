@@ -84,11 +84,10 @@ def test_generator_keeps_what_serving_computes(tmp_path: Path) -> None:
     assert len(documents) == 7
     for doc in documents:
         ids, runner = doc.tokens.tolist(), ModelRunner(model, num_blocks=8, block_size=16)
-        logits = runner.forward(plan_of([TextDelta(ids, 0, len(ids), range(1, 8))], block_size=16))
-        assert logits is not None
-        assert runner.features is not None
-        np.testing.assert_array_equal(doc.features, runner.features.view(len(ids), 2, 96).view(torch.uint16).numpy())
-        distribution = logits.log_softmax(-1).topk(8)
+        result = runner.forward(plan_of([TextDelta(ids, 0, len(ids), range(1, 8))], block_size=16))
+        assert result.hidden is not None
+        np.testing.assert_array_equal(doc.features, result.hidden.view(len(ids), 2, 96).view(torch.uint16).numpy())
+        distribution = result.require_logits().log_softmax(-1).topk(8)
         np.testing.assert_allclose(doc.top_logprobs, distribution.values.numpy(), rtol=1e-3, atol=1e-3)
 
 
