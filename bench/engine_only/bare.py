@@ -1,7 +1,7 @@
-"""The engine without Serve and HTTP under a closed loop: the same prompts, tokens counted where they leave the shard.
+"""The engine without Serve and HTTP under a closed loop: the prompts of the HTTP benchmark, sent to shard 0's socket.
 
-Owns the process of the shard and the loop over its socket. The figures are those of `bench.load.client`, so that both
-can stand in one table.
+Owns the process of the shard and the loop over its socket. The figures are those of `bench.load.client`, so that one
+table can hold both.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ STOP_TIMEOUT_S = 20.0
 
 @contextlib.contextmanager
 def bare_engine(draft: str, *, model: str = EMBEDDED) -> Iterator[BareEngine]:
-    """An engine in a process of its own, with the settings and the environment it has in a deployment.
+    """An engine in another process, with the environment that it has in a deployment.
 
     Args:
         draft: `none` or `ngram`; a draft model needs a deployment.
+        model: model to serve.
 
     Raises:
-        EngineUnavailable: it does not start.
+        EngineUnavailable: the engine does not start.
     """
     config = EngineConfig.parse({"model": model, "device": "cpu", "speculative": {"method": draft}})
     command = [sys.executable, "-m", "bench.engine_only.bare_shard", config.model_dump_json()]
     env = os.environ | device_env(threads_per_shard(config))
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True)
     if process.stdin is None or process.stdout is None:
-        raise EngineUnavailable("no pipes")
+        raise EngineUnavailable("the process has no pipes")
     try:
         path = process.stdout.readline().strip()
         if not path:
@@ -63,20 +64,24 @@ def bare_engine(draft: str, *, model: str = EMBEDDED) -> Iterator[BareEngine]:
 
 @dataclass(slots=True)
 class _Running:
-    """One request on its way."""
+    """One request in flight."""
 
     prompt_index: int
+    """Index of its prompt."""
     begin_s: float
+    """Time at which it was sent."""
     first_s: float | None = None
+    """Time of its first token; None before."""
     num_tokens: int = 0
+    """Tokens received so far."""
 
 
 class BareEngine:
-    """The other end of a shard's socket. Made by `bare_engine`.
+    """A client of a shard's socket. Made by `bare_engine`.
 
     Args:
         connection: to the shard.
-        codec: of its model.
+        codec: tokenizer of the shard's model.
     """
 
     def __init__(self, connection: socket.socket, codec: TextCodec) -> None:
@@ -86,7 +91,12 @@ class BareEngine:
         self._num_sent = 0
 
     def load(self, prompts: Sequence[str], *, streams: int, max_tokens: int) -> Run:
-        """Send every prompt once, `streams` at a time, greedy.
+        """Send every prompt once, with greedy sampling.
+
+        Args:
+            prompts: user messages.
+            streams: requests in flight at any time.
+            max_tokens: tokens per request.
 
         Raises:
             EngineError: a request failed.
@@ -94,17 +104,17 @@ class BareEngine:
         submits = [self._submit(prompt, max_tokens) for prompt in prompts]
         waiting = iter(enumerate(submits))
         running: dict[str, _Running] = {}
-        answers: list[Response] = []
+        responses: list[Response] = []
         begin_s = time.perf_counter()
         for _ in range(streams):
             self._send_next(waiting, running)
         while running:
             for delta in self._deltas():
-                answer = _note(running, delta)
-                if answer is not None:
-                    answers.append(answer)
+                response = _note(running, delta)
+                if response is not None:
+                    responses.append(response)
                     self._send_next(waiting, running)
-        return Run(streams, time.perf_counter() - begin_s, tuple(answers), ())
+        return Run(streams, time.perf_counter() - begin_s, tuple(responses), ())
 
     def _submit(self, prompt: str, max_tokens: int) -> Submit:
         self._num_sent += 1
@@ -126,12 +136,12 @@ class BareEngine:
     def _deltas(self) -> tuple[Delta, ...]:
         event = decode_event(self._stream.read(frame_len(self._stream.read(HEADER.size))))
         if not isinstance(event, StepDeltas):
-            raise EngineError(f"the engine says {event}")
+            raise EngineError(f"the engine sent {event}")
         return event.deltas
 
 
 def _note(running: dict[str, _Running], delta: Delta) -> Response | None:
-    """The answer, if this ended one."""
+    """Count a delta. Returns the finished response, or None while its request goes on."""
     if delta.error is not None:
         raise EngineError(delta.error)
     now, request = time.perf_counter(), running[delta.request_id]

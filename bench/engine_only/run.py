@@ -1,4 +1,4 @@
-"""`paceline bench engine`: the engine without Serve and HTTP, and what handing over to a draft costs."""
+"""`paceline bench engine`: the engine without Serve and HTTP, and the latency of a draft request."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ WARM_UP_TOKENS = 16
 
 
 def engine(options: argparse.Namespace) -> int:
-    """Measure and print; the figures as JSON where asked for."""
+    """Measure, print a table, and write the figures as JSON where `--out` is given."""
     console = Console()
     workload = choose_workload(options)
     bandwidth = read_bandwidth()
     weight_bytes = (resolve_model(EMBEDDED) / "model.safetensors").stat().st_size
     runs: dict[int, list[Run]] = {count: [] for count in options.streams}
-    with bare_engine(options.draft) as alone:
+    with bare_engine(options.draft) as bare:
         for turn in range(options.rounds):
             for count in options.streams:
                 prompts = pick(workload, max(count * options.per_stream, options.at_least), seed=1000 * count + turn)
-                alone.load(prompts[:count], streams=count, max_tokens=WARM_UP_TOKENS)
-                runs[count].append(alone.load(prompts, streams=count, max_tokens=options.max_tokens))
+                bare.load(prompts[:count], streams=count, max_tokens=WARM_UP_TOKENS)
+                runs[count].append(bare.load(prompts, streams=count, max_tokens=options.max_tokens))
     handoffs = {count: measure_handoff(num_rows=count).p50_us() for count in (1, 32)}
     rows = [_row(count, done, weight_bytes / bandwidth) for count, done in runs.items()]
-    table = Table(title=f"engine alone, draft {options.draft}; memory reads at {bandwidth / 1e9:.1f} GB/s")
+    table = Table(title=f"engine without HTTP, draft {options.draft}; memory reads at {bandwidth / 1e9:.1f} GB/s")
     for name in rows[0]:
         table.add_column(name, justify="right")
     for row in rows:
@@ -50,10 +50,12 @@ def engine(options: argparse.Namespace) -> int:
 
 
 def _row(count: int, runs: list[Run], pass_s: float) -> dict[str, Any]:
-    """Figures of one number of streams.
+    """One row of the table.
 
     Args:
-        pass_s: seconds to read the weights once.
+        count: number of streams.
+        runs: runs with so many streams.
+        pass_s: seconds to read the weights once at the machine's bandwidth.
     """
     tpot_s = statistics.median(run.tpot_p50_s for run in runs)
     return {

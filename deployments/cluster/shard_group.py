@@ -200,8 +200,10 @@ class ShardGroup:
         timeout_s = self._settings.hang_timeout_s
         num_turns, moved_s = -1, loop.time()
         while True:
+            # Not `wait_for`, which may swallow the cancellation of this task in the moment that the call returns.
             with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
-                beat = await asyncio.wait_for(self.rank0.heartbeat.remote(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    beat = await self.rank0.heartbeat.remote()
                 if beat != num_turns:
                     num_turns, moved_s = beat, loop.time()
             if loop.time() - moved_s > timeout_s:

@@ -1,8 +1,8 @@
-"""Turns verdicts into facts: appends tokens, finishes requests, rolls back what was drafted in vain.
+"""Applies verdicts: appends tokens, finishes requests, and gives back the blocks of rejected drafts.
 
-Owns every change of a request's tokens and of what counts as computed. State advances per emitted token, in order, so
-that nothing after a stop token is ever seen, in tokens, log-probabilities or counts. Knows no logits and no draft
-distributions.
+Owns every change of a request's tokens and of the number of its computed tokens. State advances per emitted token, in
+order, so that nothing after a stop token reaches tokens, log-probabilities or counts. Knows no logits and no draft
+probabilities.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from engine.messages import Delta, FinishReason
 
 
 class Committer:
-    """Commits one step's verdicts.
+    """Phase four of the step.
 
     Args:
-        pool: the target's KV blocks; truncated to what was accepted.
-        scheduler: told of requests that finish.
+        pool: the target's KV blocks; trimmed to the accepted tokens.
+        scheduler: removes requests that finish.
         max_model_len: longest prompt + output, tokens.
     """
 
@@ -31,7 +31,11 @@ class Committer:
         self._max_model_len = max_model_len
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict) -> tuple[Delta, ...]:
-        """Apply the verdict; one delta for each request that emitted tokens."""
+        """Apply a verdict.
+
+        Returns:
+            One delta for each span that samples, in the order of the batch.
+        """
         deltas = []
         for span, drafted, row in zip(batch.spans, draft.rows, verdict.rows, strict=True):
             span.request.prompt_logprobs += row.prompt_logprobs
@@ -45,16 +49,7 @@ class Committer:
     def _commit_row(self, span: Span, num_drafted: int, row: RowVerdict) -> Delta:
         request = span.request
         is_first = request.num_generated == 0
-        emitted: list[int] = []
-        for token in row.token_ids:
-            if _ends_too_early(request, token):
-                request.finish_reason = "error"
-                break
-            request.tokens.append(token)
-            emitted.append(token)
-            request.finish_reason = self._finish_reason(request, token)
-            if request.finish_reason is not None:
-                break
+        emitted = self._append(request, row)
         num_accepted = min(row.num_accepted, len(emitted))
         # KV is valid for the committed rows and for the accepted drafts; the last emitted token has none yet.
         request.num_computed = min(span.start + span.num_tokens + num_accepted, len(request.tokens) - 1)
@@ -82,6 +77,20 @@ class Committer:
             last=row.last if len(emitted) == len(row.token_ids) else None,
         )
 
+    def _append(self, request: Request, row: RowVerdict) -> list[int]:
+        """Append the verdict's tokens up to the one that finishes the request. Returns the appended tokens."""
+        emitted: list[int] = []
+        for token in row.token_ids:
+            if _ends_too_early(request, token):
+                request.finish_reason = "error"
+                break
+            request.tokens.append(token)
+            emitted.append(token)
+            request.finish_reason = self._finish_reason(request, token)
+            if request.finish_reason is not None:
+                break
+        return emitted
+
     def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
         sampling = request.submit.sampling
         if token in _stop_token_ids(request):
@@ -92,14 +101,14 @@ class Committer:
 
 
 def _stop_token_ids(request: Request) -> Container[int]:
-    """What ends it. A grammar always has an end, also for a request without stop tokens of its own."""
+    """Ids of the tokens that end a request. A grammar always has such tokens, even where the request names none."""
     if request.logits_processor is not None and request.logits_processor.matcher is not None:
         return request.logits_processor.matcher.stop_token_ids
     return request.submit.sampling.stop_token_ids
 
 
 def _ends_too_early(request: Request, token: int) -> bool:
-    """Whether this is a stop token where the grammar's text is not complete: nothing else was left to choose."""
+    """Whether a stop token was sampled before the grammar's text is complete, because no other token was allowed."""
     logits_processor = request.logits_processor
     if (
         logits_processor is None

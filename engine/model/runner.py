@@ -1,7 +1,6 @@
 """Runs a model over its own paged KV cache, one `ForwardInput` at a time.
 
-Owns the cache tensors; sizes the cache from the memory at hand.
-Knows nothing of requests: who holds which block is the block pool's business.
+Owns the tensors of the cache, and its size from the free memory. Knows no request: the block pool assigns the blocks.
 """
 
 from __future__ import annotations
@@ -21,9 +20,11 @@ from engine.model.device import keep_freed_memory
 from engine.model.load import Model
 
 CPU_MEMORY_FRACTION = 0.25
+"""Share of the available host memory that a cache takes."""
 CPU_MEMORY_LIMIT = 4 << 30
+"""Largest cache in host memory, bytes."""
 CUDA_MEMORY_FRACTION = 0.85
-"""Of what is free once weights are loaded; the rest is for activations."""
+"""Share of the device memory that is free once weights are loaded; the rest is for activations."""
 
 
 class ModelRunner:
@@ -31,7 +32,7 @@ class ModelRunner:
 
     Args:
         model: from `load_model`; gives dtype and device.
-        num_blocks: capacity of the cache.
+        num_blocks: blocks of the cache, the scratch block included.
         block_size: tokens per block.
     """
 
@@ -66,9 +67,10 @@ class ModelRunner:
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros that take memory only where they are written: a pool is sized for the worst load and rarely sees it.
+    """Zeros that take memory only once they are written: a pool is sized for the largest load and is rarely full.
 
-    The allocator would write them, because `keep_freed_memory` makes it serve large blocks from its heap.
+    The memory is mapped directly. The allocator would write it, because `keep_freed_memory` makes it serve large blocks
+    from its heap.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -80,7 +82,7 @@ def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.d
 
 
 def kv_bytes_per_token(config: ModelConfig, shard: ShardSpec = WHOLE, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Bytes of K and V that one token takes on one shard, over all layers."""
+    """Bytes of K and V per token on one shard, over all layers."""
     heads = shard.kv_heads(config)
     num_heads: int = heads.stop - heads.start
     return 2 * config.num_layers * num_heads * config.head_dim * dtype.itemsize
@@ -96,19 +98,21 @@ def num_kv_blocks(
     kv_cache_tokens: int | None = None,
     memory_bytes: int | None = None,
 ) -> int:
-    """Blocks that a KV cache should have. Call it once the weights are loaded. All shards must use the smallest answer.
+    """Blocks of a KV cache, the scratch block excluded. Call it once the weights are loaded.
+
+    All shards must use the smallest of their results.
 
     Args:
-        config: of the model.
+        config: configuration of the model.
         block_size: tokens per block.
-        dtype: of the cache.
-        device: whose memory is looked at.
-        shard: the part of the model.
-        kv_cache_tokens: capacity asked for, in tokens; overrides the memory at hand.
-        memory_bytes: bytes to use; None takes a share of what is free.
+        dtype: type of the cache's elements.
+        device: device that holds the cache.
+        shard: part of the model that this shard computes.
+        kv_cache_tokens: configured capacity in tokens; None derives it from the memory.
+        memory_bytes: bytes to use; None takes a share of the free memory.
 
     Raises:
-        ConfigError: there is not room for one block.
+        ConfigError: the memory does not hold one block.
     """
     if kv_cache_tokens is not None:
         return -(-kv_cache_tokens // block_size)
