@@ -74,3 +74,7 @@ def test_a_step_without_drafts_has_no_positions_and_no_seconds_of_a_draft() -> N
 
 def test_a_workload_is_named_by_temperature_and_grammar() -> None:
     assert [SamplingParams(temperature=t).workload for t in (0.0, 0.1, 0.8, 0.81)] == ["greedy", "cool", "cool", "hot"]
+
+
+def test_an_outcome_is_of_a_greedy_request_and_its_method_unless_it_says_otherwise() -> None:
+    assert RowOutcome(1, 2, 1, 10) == RowOutcome(1, 2, 1, 10, "greedy", 0, (), "method", 0)
