@@ -114,6 +114,14 @@ class World:
             kill=lambda handle: self.killed.append(handle.target),
         )
 
+    def close(self) -> None:
+        """Check that the group has ended its processes, and close the sockets."""
+        assert not any(psutil.pid_exists(shard.process.pid) for shard in self.shards), "no process is left"
+        for shard in self.shards:
+            shard.process.wait(0)
+            if shard.socket is not None:
+                shard.socket.close()
+
     def _make_actor(self, cls: type, **options: Any) -> Any:
         assert cls is ShardActor
         self.options.append(options)
@@ -137,10 +145,7 @@ async def started(world: World) -> AsyncIterator[ShardGroup]:
         yield world.group
     finally:
         await world.group.stop()
-        for shard in world.shards:
-            if shard.socket is not None:
-                shard.socket.close()
-        assert not any(psutil.pid_exists(shard.process.pid) for shard in world.shards), "no process is left"
+        world.close()
 
 
 async def eventually(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
@@ -183,6 +188,7 @@ def test_start_returns_what_holds_for_all_shards() -> None:
         finally:
             await world.group.stop()
             await world.group.stop()  # a second call does nothing
+            world.close()
 
     assert asyncio.run(scenario()) == ShardReady(10, 100, 144, "cpu")
 

@@ -110,6 +110,8 @@ def test_two_real_shards_find_each_other_and_share_one_size(tmp_path: Path) -> N
     assert ready == ShardReady(num_blocks, VOCAB, 64, "cpu")
     assert [shard.runner.num_blocks for shard in shards] == [num_blocks] * 2
     assert [shard.max_model_len for shard in shards] == [64, 64]
+    shards[1].stop()
+    shards[1].run()  # closes the channel from rank 0
     for shard in shards:
         shard.close()
 
