@@ -53,6 +53,7 @@ Part = OutputText | ReasoningText
 
 class InputDetails(Struct, frozen=True):
     cached_tokens: int
+    cache_write_tokens: int = 0
 
 
 class OutputDetails(Struct, frozen=True):

@@ -64,6 +64,9 @@ class ResponsesWriter:
         self._pieces: list[str] = []
         """Text or arguments of the open item."""
         self._logprobs: list[ChatTokenLogprob] = []
+        """Log-probabilities of the open message that were reported."""
+        self._waiting: list[ChatTokenLogprob] = []
+        """Log-probabilities of tokens that have shown no text yet."""
 
     def whole(self, text_deltas: Sequence[TextDelta]) -> bytes:
         """The whole response.
@@ -88,8 +91,11 @@ class ResponsesWriter:
         events = b""
         if text_delta.reasoning:
             events += self._show_reasoning(text_delta.reasoning)
+            self._waiting = []
+        if text_delta.records and not text_delta.reasoning:
+            self._waiting += chat_logprobs(text_delta.records, self._name_of, self._body.top_logprobs or 0).content
         if text_delta.text:
-            events += self._show_text(text_delta)
+            events += self._show_text(text_delta.text)
         for call in text_delta.calls:
             events += self._show_call(call)
         return events
@@ -114,17 +120,15 @@ class ResponsesWriter:
         self._pieces.append(text)
         return events + self._of_item("response.reasoning_text.delta", content_index=0, delta=text)
 
-    def _show_text(self, text_delta: TextDelta) -> bytes:
+    def _show_text(self, text: str) -> bytes:
         events = b""
+        logprobs, self._waiting = tuple(self._waiting), []
         if not isinstance(self._open, OutputMessage):
             events = self._begin_item(OutputMessage(id=self._item_id("msg"), status="in_progress", content=()))
             events += self._part("response.content_part.added", OutputText(""))
-        logprobs = tuple(chat_logprobs(text_delta.records, self._name_of, self._body.top_logprobs or 0).content)
-        self._pieces.append(text_delta.text)
+        self._pieces.append(text)
         self._logprobs += logprobs
-        return events + self._of_item(
-            "response.output_text.delta", content_index=0, delta=text_delta.text, logprobs=logprobs
-        )
+        return events + self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)
 
     def _show_call(self, call: ToolCallDelta) -> bytes:
         events = b""
@@ -154,7 +158,7 @@ class ResponsesWriter:
 
     def _close(self, status: ResponseStatus) -> bytes:
         """Finish the open item, if there is one."""
-        item, text, logprobs = self._open, "".join(self._pieces), tuple(self._logprobs)
+        item, text, logprobs = self._open, "".join(self._pieces), (*self._logprobs, *self._waiting)
         if item is None:
             return b""
         ended: ItemStatus = "completed" if status == "completed" else "incomplete"
@@ -172,7 +176,7 @@ class ResponsesWriter:
             item = msgspec.structs.replace(item, content=(ReasoningText(text),), status=ended)
         events += self._event("response.output_item.done", output_index=len(self._items), item=item)
         self._items.append(item)
-        self._open, self._pieces, self._logprobs = None, [], []
+        self._open, self._pieces, self._logprobs, self._waiting = None, [], [], []
         return events
 
     def _part(self, kind: str, part: Part) -> bytes:

@@ -147,6 +147,24 @@ def test_usage_counts_each_prompt_once_and_sums_what_was_generated() -> None:
     assert len(set(ids)) == 6
 
 
+@pytest.mark.parametrize("kind", URLS)
+@pytest.mark.parametrize("includes_usage", [True, False])
+def test_continuous_usage_is_in_each_chunk_and_ends_at_the_total(kind: str, includes_usage: bool) -> None:
+    url, body = URLS[kind]
+    usage_options = {"include_usage": includes_usage, "continuous_usage_stats": True}
+    engine = make_engine(max_step=3)
+    fields = {"n": 2, "seed": 3, "stream": True, "stream_options": usage_options}
+    *chunks, done = stream_of(post(engine, url, {**body, **fields}))
+    assert done == "[DONE]"
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1]
+    whole = post(make_engine(), url, {**body, "n": 2, "seed": 3}).json()
+    assert counts[-1] == whole["usage"]["completion_tokens"]
+    assert all(chunk["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"] for chunk in chunks)
+    assert (chunks[-1]["choices"] == []) == includes_usage
+
+
 def test_streamed_choices_interleave() -> None:
     engine = make_engine(step_s=0.001)
     *chunks, _ = stream_of(post(engine, "/v1/completions", {**COMPLETION, "n": 3, "stream": True}))
