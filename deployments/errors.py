@@ -65,28 +65,28 @@ class DeadlineExceeded(RequestError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _Row:
     status: int
     type: str
     code: str | None
 
 
-_KINDS: dict[type[Exception], _Kind] = {
-    ModelNotFound: _Kind(404, "invalid_request_error", "model_not_found"),
-    ContextLengthExceeded: _Kind(400, "invalid_request_error", "context_length_exceeded"),
-    InvalidRequest: _Kind(400, "invalid_request_error", None),
-    BodyTooLarge: _Kind(413, "invalid_request_error", "request_too_large"),
-    BodyTooSlow: _Kind(408, "invalid_request_error", "request_too_slow"),
-    UnsupportedMediaType: _Kind(415, "invalid_request_error", "unsupported_media_type"),
-    QueueFull: _Kind(429, "rate_limit_error", "queue_full"),
-    RateLimited: _Kind(429, "rate_limit_error", "rate_limit_exceeded"),
-    DeadlineExceeded: _Kind(408, "timeout_error", "deadline_exceeded"),
-    RequestError: _Kind(400, "invalid_request_error", None),
-    EngineUnavailable: _Kind(503, "service_unavailable_error", "engine_unavailable"),
-    ShardDown: _Kind(503, "service_unavailable_error", "engine_unavailable"),
-    EngineError: _Kind(500, "server_error", "engine_error"),
+_TABLE: dict[type[Exception], _Row] = {
+    ModelNotFound: _Row(404, "invalid_request_error", "model_not_found"),
+    ContextLengthExceeded: _Row(400, "invalid_request_error", "context_length_exceeded"),
+    InvalidRequest: _Row(400, "invalid_request_error", None),
+    BodyTooLarge: _Row(413, "invalid_request_error", "request_too_large"),
+    BodyTooSlow: _Row(408, "invalid_request_error", "request_too_slow"),
+    UnsupportedMediaType: _Row(415, "invalid_request_error", "unsupported_media_type"),
+    QueueFull: _Row(429, "rate_limit_error", "queue_full"),
+    RateLimited: _Row(429, "rate_limit_error", "rate_limit_exceeded"),
+    DeadlineExceeded: _Row(408, "timeout_error", "deadline_exceeded"),
+    RequestError: _Row(400, "invalid_request_error", None),
+    EngineUnavailable: _Row(503, "service_unavailable_error", "engine_unavailable"),
+    ShardDown: _Row(503, "service_unavailable_error", "engine_unavailable"),
+    EngineError: _Row(500, "server_error", "engine_error"),
 }
-_UNEXPECTED = _Kind(500, "server_error", "internal_error")
+_UNEXPECTED = _Row(500, "server_error", "internal_error")
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -115,15 +115,15 @@ class HttpError:
 
 def to_http(error: Exception) -> HttpError:
     """Status, headers and body for an exception, by its nearest base class in the table."""
-    kind = next((_KINDS[cls] for cls in type(error).__mro__ if cls in _KINDS), _UNEXPECTED)
-    message = str(error) if isinstance(error, PacelineError) and kind is not _UNEXPECTED else "Internal server error"
+    row = next((_TABLE[cls] for cls in type(error).__mro__ if cls in _TABLE), _UNEXPECTED)
+    message = str(error) if isinstance(error, PacelineError) and row is not _UNEXPECTED else "Internal server error"
     field = error.field if isinstance(error, InvalidRequest) else None
     headers = {}
     if isinstance(error, QueueFull):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-    elif kind.status == 503:
+    elif row.status == 503:
         headers["retry-after"] = str(UNAVAILABLE_RETRY_S)
-    return HttpError(kind.status, encode_error(message, kind.type, field, kind.code), headers)
+    return HttpError(row.status, encode_error(message, row.type, field, row.code), headers)
 
 
 def routing_error(status: int, method: str, path: str, headers: Mapping[str, str] | None) -> HttpError:
@@ -145,9 +145,9 @@ def failure_of(delta: Delta) -> PacelineError:
     return EngineError(delta.error or "The engine could not finish this request")
 
 
-def encode_error(message: str, kind: str, param: str | None, code: str | None) -> bytes:
+def encode_error(message: str, error_type: str, param: str | None, code: str | None) -> bytes:
     """The JSON body of an error, in the OpenAI form."""
-    return msgspec.json.encode(ErrorEnvelope(ErrorBody(message, kind, param, code)))
+    return msgspec.json.encode(ErrorEnvelope(ErrorBody(message, error_type, param, code)))
 
 
 def from_validation(details: Sequence[Mapping[str, Any]]) -> InvalidRequest:

@@ -86,7 +86,7 @@ def openapi_document(model_name: str | None = None) -> bytes:
 def _document() -> dict[str, Any]:
     _, bodies = models_json_schema([(body, "validation") for body in _BODIES], ref_template=_REF % "model")
     schemas, components = msgspec.json.schema_components(_RESPONSES, ref_template=_REF % "name")
-    refs = {_name(kind): schema for kind, schema in zip(_RESPONSES, schemas, strict=True)}
+    refs = {_name(response): schema for response, schema in zip(_RESPONSES, schemas, strict=True)}
     paths = {
         "/health": {"get": _operation("State of the engine", refs["HealthReport"], also={503: refs["HealthReport"]})},
         "/ping": {"get": _empty_operation("Whether requests are served")},
@@ -131,10 +131,10 @@ def _document() -> dict[str, Any]:
     }
 
 
-def _name(kind: Any) -> str:
+def _name(response: Any) -> str:
     """The name of a type in `refs`: of a response with choices, the name of the type of its choices."""
-    arguments = getattr(kind, "__args__", ())
-    return str(arguments[0].__name__ if arguments else kind.__name__)
+    arguments = getattr(response, "__args__", ())
+    return str(arguments[0].__name__ if arguments else response.__name__)
 
 
 def _ref(body: type[BaseModel]) -> dict[str, Any]:
