@@ -171,8 +171,15 @@ def _deploy_failure(ray: LocalRay) -> str | None:
         messages = [app.get("message", "")] + [d.get("message", "") for d in app.get("deployments", {}).values()]
         broken = any(d.get("status") in ("UNHEALTHY", "DEPLOY_FAILED") for d in app.get("deployments", {}).values())
         if app.get("status") == "DEPLOY_FAILED" or broken:
-            return "\n".join(message for message in messages if message)
+            return "\n".join(summarize(message) for message in messages if message)
     return None
+
+
+def summarize(message: str) -> str:
+    """A message of Serve; of one that holds a traceback only the error itself, which is its last line."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    has_traceback = any(line.startswith(("Traceback", 'File "')) for line in lines)
+    return lines[-1] if has_traceback else "\n".join(lines)
 
 
 def _print_hello(base: str, model: str, *, needs_key: bool) -> None:

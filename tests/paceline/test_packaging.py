@@ -55,6 +55,7 @@ def uv(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         timeout=300,
         check=False,
+        env=os.environ | {"UV_HTTP_TIMEOUT": "120"},
     )
     offline = re.search(r"dns error|failed to lookup|Could not connect|Connection refused|timed out", done.stderr)
     if done.returncode != 0 and offline and not os.environ.get("CI"):
