@@ -120,9 +120,10 @@ class EngineConfig(Settings):
     """Reuse KV blocks of equal prompt prefixes."""
     num_threads: Annotated[int, Field(ge=1)] | None = None
     """CPU threads per shard; default: cores / shards."""
-    kernel: Literal["auto", "native", "torch"] = "auto"
+    kernel: Literal["auto", "native", "torch", "triton"] = "auto"
     """Who computes a forward on cpu in bfloat16: the native library (Linux on x86_64 with AVX512-BF16, a C++ compiler,
-    one shard), or PyTorch's operators; `auto` takes the first where it serves."""
+    one shard), or PyTorch's operators; `auto` takes the first where it serves. On cuda: PyTorch's operators, or with
+    `triton` the fused kernels of Paceline."""
     speculative: SpeculativeConfig = SpeculativeConfig()
 
     @property
@@ -131,7 +132,7 @@ class EngineConfig(Settings):
         return self.block_size or (CUDA_PAGE if self.device == "cuda" else CPU_BLOCK)
 
     @property
-    def forward_kernel(self) -> Literal["auto", "native", "torch"]:
+    def forward_kernel(self) -> Literal["auto", "native", "torch", "triton"]:
         """`kernel`, but `torch` where the block size leaves no other choice."""
         return self.kernel if self.kv_block_size % CPU_BLOCK == 0 else "torch"
 
@@ -139,6 +140,12 @@ class EngineConfig(Settings):
     def _page_fits(self) -> Self:
         if self.device == "cuda" and self.kv_block_size % CUDA_PAGE:
             raise ValueError(f"block_size: {self.block_size} given; on cuda allowed are multiples of {CUDA_PAGE}")
+        return self
+
+    @model_validator(mode="after")
+    def _kernel_has_its_device(self) -> Self:
+        if self.kernel == "triton" and self.device == "cpu":
+            raise ValueError("kernel: triton given, but device is cpu; allowed there are auto, native and torch")
         return self
 
     @model_validator(mode="after")
