@@ -123,9 +123,10 @@ class EngineConfig(Settings):
     """Reuse KV blocks of equal prompt prefixes."""
     num_threads: Annotated[int, Field(ge=1)] | None = None
     """CPU threads per shard; default: cores divided by shards."""
-    kernel: Literal["auto", "native", "torch"] = "auto"
-    """Kernels of a bfloat16 forward on cpu: `native` (needs Linux on x86_64 with AVX512-BF16, a C++ compiler and one
-    shard), `torch` (PyTorch's operators), or `auto` (`native` if its needs are met, else `torch`)."""
+    kernel: Literal["auto", "native", "torch", "triton"] = "auto"
+    """Kernels of a bfloat16 forward. On cpu: `native` (needs Linux on x86_64 with AVX512-BF16, a C++ compiler and one
+    shard), `torch` (PyTorch's operators), or `auto` (`native` if its needs are met, else `torch`). On cuda: `torch`, or
+    `triton` for the fused kernels of Paceline; `auto` is `torch`."""
     speculative: SpeculativeConfig = SpeculativeConfig()
     """How tokens are drafted."""
 
@@ -135,7 +136,7 @@ class EngineConfig(Settings):
         return self.block_size or (CUDA_PAGE if self.device == "cuda" else CPU_BLOCK)
 
     @property
-    def forward_kernel(self) -> Literal["auto", "native", "torch"]:
+    def forward_kernel(self) -> Literal["auto", "native", "torch", "triton"]:
         """`kernel`, or `torch` if the block size is not a multiple that the native kernel needs."""
         return self.kernel if self.kv_block_size % CPU_BLOCK == 0 else "torch"
 
@@ -143,6 +144,12 @@ class EngineConfig(Settings):
     def _page_fits(self) -> Self:
         if self.device == "cuda" and self.kv_block_size % CUDA_PAGE:
             raise ValueError(f"block_size: {self.block_size} given; on cuda allowed are multiples of {CUDA_PAGE}")
+        return self
+
+    @model_validator(mode="after")
+    def _kernel_has_its_device(self) -> Self:
+        if self.kernel == "triton" and self.device == "cpu":
+            raise ValueError("kernel: triton given, but device is cpu; allowed there are auto, native and torch")
         return self
 
     @model_validator(mode="after")

@@ -31,7 +31,7 @@ LAYERS = {
         "draft_buffer",
         "draft",
         "model metrics ipc",
-        "core",
+        "core kernels",
         "sampling checkpoint",
         "messages config",
         "errors",

@@ -87,7 +87,9 @@ def accept_or_reject(
         # The processors change the logits in place; log-probabilities are those of the model.
         unchanged = _gather(logits, [row for place in reported for row in sampled[place].rows]) if reported else None
         _process(logits, sampled)
-        accept = accept_each if acceptance == "reference" else accept_all
+        if acceptance == "auto":
+            acceptance = "each" if logits.device.type == "cpu" else "together"
+        accept = accept_each if acceptance == "each" else accept_all
         outcome = accept(logits, sampled, draft.vocab)
         if unchanged is not None:
             results += _score_emitted(unchanged, sampled, reported, outcome).tensors()

@@ -19,9 +19,9 @@ import torch
 from engine.core.step import ForwardInput
 from engine.errors import ConfigError
 from engine.model.attention_padded import PaddedAttention
-from engine.model.attention_varlen import VarlenAttention
+from engine.model.attention_varlen import TritonAttention, VarlenAttention
 
-AttentionKind = Literal["auto", "reference", "padded", "varlen"]
+AttentionKind = Literal["auto", "reference", "padded", "varlen", "triton"]
 
 
 class Attention(Protocol):
@@ -56,11 +56,13 @@ def make_attention(kind: AttentionKind, *, group_size: int, dtype: torch.dtype, 
         device: device of query and cache.
 
     Raises:
-        ConfigError: `varlen` on a device or dtype that it does not support.
+        ConfigError: `varlen` or `triton` on a device or dtype that it does not support.
     """
     flash = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-    if kind == "varlen" and not flash:
-        raise ConfigError(f"attention: varlen needs cuda and bfloat16, given {device.type} and {dtype}")
+    if kind in ("varlen", "triton") and not flash:
+        raise ConfigError(f"attention: {kind} needs cuda and bfloat16, given {device.type} and {dtype}")
+    if kind == "triton":
+        return TritonAttention(group_size=group_size, device=device)
     if kind == "reference":
         return ReferenceAttention()
     if kind == "varlen" or (kind == "auto" and flash):

@@ -87,5 +87,32 @@ class VarlenAttention:
         return out.reshape(query.shape[0], -1)
 
 
+class TritonAttention(VarlenAttention):
+    """Paceline's own kernel for spans of few rows (decode, verify); `VarlenAttention` for the others.
+
+    Args:
+        group_size: query heads per KV head.
+        device: of query and cache.
+    """
+
+    def __init__(self, *, group_size: int, device: torch.device) -> None:
+        super().__init__(device=device)
+        from engine.kernels.paged_attention import MAX_PACKED, paged_attention
+
+        self._paged_attention = paged_attention
+        self._max_q = MAX_PACKED // group_size
+
+    def attend(
+        self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, prepared: _Varlen
+    ) -> torch.Tensor:
+        if prepared.max_q > self._max_q:
+            return super().attend(query, k_cache, v_cache, prepared)
+        context: torch.Tensor = self._paged_attention(
+            *(query, k_cache, v_cache, prepared.cu_q, prepared.kv_lens, prepared.block_tables),
+            *(None, prepared.max_q, prepared.max_kv),
+        )
+        return context
+
+
 def _int32(values: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.int32]]:
     return np.ascontiguousarray(values, dtype=np.int32)

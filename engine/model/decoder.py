@@ -36,7 +36,7 @@ class LayerCache:
 
 
 @dataclass(frozen=True, slots=True)
-class _Inputs:
+class Inputs:
     """A forward input as tensors on the device."""
 
     token_ids: torch.Tensor
@@ -158,11 +158,11 @@ class Decoder:
             hidden=torch.cat(features, dim=1) if features else None,
         )
 
-    def _inputs(self, forward_input: ForwardInput, *, block_size: int) -> _Inputs:
+    def _inputs(self, forward_input: ForwardInput, *, block_size: int) -> Inputs:
         source = forward_input
         arrays = (source.token_ids, source.positions, source.slots, source.logit_rows)
         token_ids, positions, slots, logit_rows = to_device([array.astype(np.int64) for array in arrays], self.device)
-        return _Inputs(
+        return Inputs(
             token_ids=token_ids,
             positions=positions,
             slots=slots,
@@ -171,7 +171,7 @@ class Decoder:
         )
 
     def _attend(
-        self, layer: Layer, hidden: torch.Tensor, rotation: Rotation, cache: LayerCache, inputs: _Inputs
+        self, layer: Layer, hidden: torch.Tensor, rotation: Rotation, cache: LayerCache, inputs: Inputs
     ) -> torch.Tensor:
         heads, kv_heads, head_dim = self._num_heads, self.num_kv_heads, self.config.head_dim
         qkv = layer.qkv(layer.input_norm(hidden))
@@ -202,6 +202,14 @@ class Decoder:
         if rows.shape[0] == 0:
             empty = torch.empty(0, self.logit_width, dtype=torch.float32, device=self.device)
             return empty if self.shard.rank == 0 else None
-        local = self._weights.head(self._weights.final_norm(hidden.index_select(0, rows)))
+        return self._gathered(self._weights.head(self._weights.final_norm(hidden.index_select(0, rows))))
+
+    def _logits_of_normed(self, normed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
+        """As `_logits`, from the output of the final norm."""
+        if rows.shape[0] == 0:
+            return self._logits(normed, rows)
+        return self._gathered(self._weights.head(normed.index_select(0, rows)))
+
+    def _gathered(self, local: torch.Tensor) -> torch.Tensor | None:
         logits = self._collectives.gather_logits(local, self._head_columns)
         return None if logits is None else logits.float()

@@ -96,9 +96,10 @@ def keep_freed_memory() -> bool:
     return bool(trimmed and mapped)
 
 
-KernelKind = Literal["auto", "native", "torch", "reference"]
+KernelKind = Literal["auto", "native", "torch", "triton", "reference"]
 """The implementation of a forward. `auto`: the fastest one that supports the model. `native`: the native library, or an
-error. `torch`: PyTorch's operators. `reference`: their slow twins, with attention in loops."""
+error. `torch`: PyTorch's operators. `triton`: fused kernels, on a GPU. `reference`: slow twins of PyTorch's operators,
+with attention in loops."""
 
 
 @dataclass(frozen=True, slots=True)

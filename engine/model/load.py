@@ -135,13 +135,19 @@ def _load_decoder(
         weights = loader.decoder(target_folder)
         if native:
             return NativeDecoder(config, weights, feature_layers=feature_layers, num_threads=torch.get_num_threads())
+        fused = compute.kernel == "triton"
         attention = make_attention(
-            compute.layers,
+            "triton" if fused else compute.layers,
             group_size=config.num_heads // config.num_kv_heads,
             dtype=compute.dtype,
             device=compute.device,
         )
-        return Decoder(
+        decoder = Decoder
+        if fused:
+            from engine.model.fused_decoder import FusedDecoder  # Imports Triton, which only GPUs need.
+
+            decoder = FusedDecoder
+        return decoder(
             config, weights, compute, collectives=collectives, attention=attention, feature_layers=feature_layers
         )
 

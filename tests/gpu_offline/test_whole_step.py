@@ -31,7 +31,12 @@ from engine.sampling.row_sampling import RowSampling
 from engine.workers.memory_plan import activation_bytes
 
 K = 5
-LAYERS = {"llama": (LLAMA_8B, 17), "qwen3": (QWEN3_8B, 22)}
+LAYERS = {
+    "llama": (LLAMA_8B, False, 17),
+    "qwen3": (QWEN3_8B, False, 22),
+    "llama fused": (LLAMA_8B, True, 11),
+    "qwen3 fused": (QWEN3_8B, True, 11),
+}
 """Launches per layer that may not grow."""
 SAMPLINGS = [
     SamplingParams(temperature=0.0),
@@ -53,12 +58,12 @@ class Event:
 
 @pytest.mark.parametrize("family", LAYERS)
 def test_launches_per_layer(family: str) -> None:
-    shape, most = LAYERS[family]
+    shape, fused, most = LAYERS[family]
     plan = pack_spans([SpanRows([1], 600, [1, 2, 3], 1), SpanRows([5], 10, [4], 1)], CUDA_PAGE)
     counts = []
     for num_layers in (1, 2):
         with fake_cuda() as recorder:
-            decoder, caches = fake_decoder(shape, num_layers=num_layers)
+            decoder, caches = fake_decoder(shape, num_layers=num_layers, fused=fused)
             recorder.launches.clear()
             recorder.uploads = 0
             result = decoder.forward(plan, caches)
@@ -153,14 +158,15 @@ def respond(
     return found, probs
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["torch", "triton"])
 @pytest.mark.parametrize("rank", range(4))
-def test_every_rank_of_70b_at_tp_4_computes_its_part(rank: int) -> None:
+def test_every_rank_of_70b_at_tp_4_computes_its_part(rank: int, fused: bool) -> None:
     group = Group(FakeProcessGroup._create_internal(rank, 4), rank=rank, size=4, device=CUDA, timeout_s=5.0)
     group._await_device = lambda: None  # type: ignore[method-assign]
     plan = pack_spans([SpanRows([1, 2], 600, [1, 2, 3], 1), SpanRows([5], 10, [4], 1)], CUDA_PAGE)
     with fake_cuda() as recorder:
         decoder, caches = fake_decoder(
-            LLAMA_70B, num_layers=2, collectives=group, feature_layers=(0, 1) if rank == 0 else ()
+            LLAMA_70B, num_layers=2, collectives=group, feature_layers=(0, 1) if rank == 0 else (), fused=fused
         )
         result = decoder.forward(plan, caches)
         assert decoder.num_kv_heads == 2

@@ -18,6 +18,7 @@ from engine.model.collectives import Collectives, Solo
 from engine.model.decoder import Decoder, LayerCache
 from engine.model.device import Compute
 from engine.model.eagle_head import EagleHead
+from engine.model.fused_decoder import FusedDecoder
 from engine.model.layers import RmsNorm, make_linear
 from engine.model.shard_weights import Loader
 
@@ -49,6 +50,7 @@ def fake_decoder(
     num_layers: int,
     collectives: Collectives | None = None,
     feature_layers: tuple[int, ...] = (),
+    fused: bool = False,
 ) -> tuple[Decoder, list[LayerCache]]:
     """A decoder with `num_layers` layers of this shape, and its cache."""
     config = ModelConfig.parse(shape | {"num_hidden_layers": num_layers})
@@ -58,8 +60,10 @@ def fake_decoder(
     files: Any = ShapeFiles()
     weights = Loader(config, files, compute, shard=shard, linear="auto").decoder(None)
     fold = config.num_heads // config.num_kv_heads
-    attention = make_attention("auto", group_size=fold, dtype=torch.bfloat16, device=CUDA)
-    decoder = Decoder(config, weights, compute, collectives=group, attention=attention, feature_layers=feature_layers)
+    attention = make_attention("triton" if fused else "auto", group_size=fold, dtype=torch.bfloat16, device=CUDA)
+    decoder = (FusedDecoder if fused else Decoder)(
+        config, weights, compute, collectives=group, attention=attention, feature_layers=feature_layers
+    )
     size = (NUM_BLOCKS, CUDA_PAGE, decoder.num_kv_heads, config.head_dim)
     caches = [
         LayerCache(*(torch.zeros(size, dtype=torch.bfloat16, device=CUDA) for _ in range(2))) for _ in range(num_layers)

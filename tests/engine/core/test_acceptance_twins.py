@@ -74,8 +74,8 @@ def tokens_of(verdicts: tuple[RowVerdict, ...]) -> list[Any]:
 def test_both_implementations_give_equal_verdicts(spans: list[Any], reduced: bool, seed: int) -> None:
     vocab = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[:200] if reduced else None
     logits, step_spans, draft = step_of(spans, vocab, seed)
-    fast = accept_or_reject(logits.clone(), step_spans, draft)
-    slow = accept_or_reject(logits.clone(), step_spans, draft, acceptance="reference")
+    fast = accept_or_reject(logits.clone(), step_spans, draft, acceptance="together")
+    slow = accept_or_reject(logits.clone(), step_spans, draft, acceptance="each")
     assert tokens_of(fast) == tokens_of(slow)
     assert [verdict.logprobs for verdict in fast] == [verdict.logprobs for verdict in slow]
     assert [verdict.prompt_logprobs for verdict in fast] == [verdict.prompt_logprobs for verdict in slow]
@@ -96,6 +96,6 @@ def test_drafts_are_accepted_recovered_and_extended() -> None:
         )
         spans.append(Span(request, 0, 1, len(drafted), True, "plan"))
         rows.append(DraftRow(drafted))
-    for acceptance in ("auto", "reference"):
+    for acceptance in ("together", "each"):
         verdicts = accept_or_reject(logits.clone(), spans, Draft(tuple(rows)), acceptance=acceptance)
         assert tokens_of(verdicts) == [((1, 1), 1, "bonus"), ((1,), 0, "recovered"), ((1,), 0, "plain")]

@@ -117,7 +117,7 @@ SUBMITS = submits_lists(
     block_size=st.sampled_from([1, 2, 4]),
     spare_tokens=st.sampled_from([0, 8, 200]),
     max_step_tokens=st.sampled_from([4, 7, 32]),
-    acceptance=st.sampled_from(["auto", "auto", "reference"]),
+    acceptance=st.sampled_from(["together", "each"]),
 )
 def test_every_option_gives_what_the_definitions_say(
     submits: list[Submit],
@@ -176,7 +176,7 @@ COMBINATIONS = [(name,) for name in OPTIONS] + list(
 
 @pytest.mark.parametrize(
     ("method", "runs", "acceptance"),
-    [("draft_model", 220, "auto"), ("draft_model_reduced", 80, "auto"), ("draft_model_reduced", 80, "reference")],
+    [("draft_model", 220, "together"), ("draft_model_reduced", 80, "together"), ("draft_model_reduced", 80, "each")],
 )
 def test_each_option_and_each_pair_follows_its_distribution_in_one_mixed_batch(
     method: str, runs: int, acceptance: AcceptanceKind

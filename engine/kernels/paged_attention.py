@@ -1,0 +1,241 @@
+"""Attention of decode and verify rows over the paged KV cache, with split KV and packed query heads.
+
+Owns spans of few rows. All query heads of a KV head and all rows of a span share one program, so K and V are read once
+for them. The KV length is split over programs, whose results a second kernel combines (Flash-Decoding: Dao et al.
+2023). A row sees the context and, among the rows of its own span, those before it (a chain) or those that its row of a
+tree mask allows.
+
+    program (span s, KV head g, split i)   [rows x heads of g] @ K of split i -> partial sum, maximum, denominator
+    program (row n, query head h)          partial results of all splits      -> output
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+# Triton reads the annotations of a kernel, so that its arguments cannot have types.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+KEYS = 64
+"""Keys of one step of a program; divides the block size of the cache."""
+TREE_KEYS = 32
+"""The same with a tree mask, which needs registers of its own."""
+MAX_PACKED = 128
+"""Most rows x heads of one program."""
+TOKENS_PER_SPLIT = 512
+
+
+@triton.jit
+def attend_split_kernel(
+    query,
+    keys,
+    values,
+    cu_q,
+    kv_lens,
+    tables,
+    tree,
+    partial,
+    maxima,
+    sums,
+    scale,
+    query_stride,
+    table_width,
+    tree_width,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_TREE: tl.constexpr,
+):
+    """One span, one KV head and one split of the KV length."""
+    span = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    first = tl.load(cu_q + span)
+    q_len = tl.load(cu_q + span + 1) - first
+    kv_len = tl.load(kv_lens + span)
+    packed = tl.arange(0, ROWS)
+    row = packed // GROUP
+    head = kv_head * GROUP + packed % GROUP
+    real = row < q_len
+    column = tl.arange(0, DIM)
+    query += first.to(tl.int64) * query_stride
+    tree += first.to(tl.int64) * tree_width
+    q = tl.load(
+        query + row[:, None] * query_stride + head[:, None] * DIM + column[None, :], mask=real[:, None], other=0.0
+    )
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    result = tl.zeros([ROWS, DIM], tl.float32)
+    num_blocks = tl.cdiv(kv_len, BLOCK)
+    per_split = tl.cdiv(num_blocks, SPLITS)
+    for block in range(split * per_split, tl.minimum((split + 1) * per_split, num_blocks)):
+        position = block * BLOCK + tl.arange(0, BLOCK)
+        inside = position < kv_len
+        page = tl.load(tables + span * table_width + block * BLOCK // PAGE).to(tl.int64)
+        # One 64-bit offset per block: 64-bit offsets of every element would not fit into registers.
+        base = page * (PAGE * KV_HEADS * DIM) + kv_head * DIM
+        offset = (block * BLOCK % PAGE + tl.arange(0, BLOCK)) * (KV_HEADS * DIM)
+        place = offset[:, None] + column[None, :]
+        k = tl.load(keys + base + place, mask=inside[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        own = position - (kv_len - q_len)
+        if HAS_TREE:
+            among = (own >= 0)[None, :] & real[:, None]
+            branch = tl.load(tree + row[:, None] * tree_width + own[None, :], mask=among & inside[None, :], other=0)
+            seen = (own < 0)[None, :] | (branch != 0)
+        else:
+            seen = own[None, :] <= row[:, None]
+        scores = tl.where(seen & inside[None, :] & real[:, None], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, axis=1))
+        finite = tl.where(higher == float("-inf"), 0.0, higher)  # A row may see no key of this split.
+        shrink = tl.exp(top - finite)
+        p = tl.exp(scores - finite[:, None])
+        v = tl.load(values + base + place, mask=inside[:, None], other=0.0)
+        result = result * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        total = total * shrink + tl.sum(p, axis=1)
+        top = higher
+    where = ((first + row).to(tl.int64) * KV_HEADS * GROUP + head) * SPLITS + split
+    tl.store(partial + where[:, None] * DIM + column[None, :], result, mask=real[:, None])
+    tl.store(maxima + where, top, mask=real)
+    tl.store(sums + where, total, mask=real)
+
+
+@triton.jit
+def combine_kernel(partial, maxima, sums, out, DIM: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
+    """One row and one query head: the splits' results, weighted by their shares of the softmax denominator."""
+    where = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, WIDTH)
+    real = split < SPLITS
+    column = tl.arange(0, DIM)
+    top = tl.load(maxima + where * SPLITS + split, mask=real, other=float("-inf"))
+    share = tl.exp(top - tl.max(top, axis=0))
+    denominator = tl.sum(share * tl.load(sums + where * SPLITS + split, mask=real, other=0.0), axis=0)
+    rows = tl.load(partial + (where * SPLITS + split)[:, None] * DIM + column[None, :], mask=real[:, None], other=0.0)
+    total = tl.sum(rows * share[:, None], axis=0) / denominator
+    tl.store(out + where * DIM + column, total.to(out.dtype.element_ty))
+
+
+def num_warps(packed: int) -> int:
+    """Warps of a program of `packed` rows x heads, so that its accumulators fit into registers."""
+    return 8 if packed >= 64 else 4
+
+
+@torch.library.custom_op("paceline::paged_attention", mutates_args=())
+def paged_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    cu_q: torch.Tensor,
+    kv_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    tree: torch.Tensor | None,
+    max_q: int,
+    max_kv: int,
+) -> torch.Tensor:
+    """Attention of spans of at most `max_q` rows. Two launches.
+
+    Args:
+        query: [N, H, D]; D is a power of two. The rows may have a stride.
+        keys, values: [num_blocks, block_size, G, D], the cache; block_size is a multiple of 64.
+        cu_q: [S + 1] int32 cumulative rows.
+        kv_lens: [S] int32 KV length of each span, its rows included.
+        block_tables: [S, W] int32.
+        tree: [N, max_q] bool: whether row n sees row j of its own span; None for chains.
+        max_q: most rows of a span; max_q * H / G is at most 128.
+        max_kv: largest KV length.
+
+    Returns:
+        [N, H * D].
+    """
+    num_rows, num_heads, dim = query.shape
+    kv_heads = keys.shape[2]
+    group = num_heads // kv_heads
+    packed = max(16, triton.next_power_of_2(max_q * group))
+    if packed > MAX_PACKED or keys.shape[1] % KEYS:
+        raise ValueError(
+            f"{max_q} rows x {group} heads, blocks of {keys.shape[1]}: more than {MAX_PACKED}, or not x {KEYS}"
+        )
+    splits = max(1, triton.cdiv(max_kv, TOKENS_PER_SPLIT))
+    shape = (num_rows, num_heads, splits)
+    partial = torch.empty(*shape, dim, dtype=torch.float32, device=query.device)
+    maxima, sums = (torch.empty(shape, dtype=torch.float32, device=query.device) for _ in range(2))
+    out = torch.empty(num_rows, num_heads * dim, dtype=query.dtype, device=query.device)
+    attend_split_kernel[(len(kv_lens), kv_heads, splits)](
+        query,
+        keys,
+        values,
+        cu_q,
+        kv_lens,
+        block_tables,
+        cu_q if tree is None else tree,
+        partial,
+        maxima,
+        sums,
+        dim**-0.5,
+        query.stride(0),
+        block_tables.shape[1],
+        0 if tree is None else tree.shape[1],
+        GROUP=group,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        PAGE=keys.shape[1],
+        ROWS=packed,
+        BLOCK=KEYS if tree is None else TREE_KEYS,
+        SPLITS=splits,
+        HAS_TREE=tree is not None,
+        num_warps=num_warps(packed),
+    )
+    combine_kernel[(num_rows * num_heads,)](
+        partial, maxima, sums, out, DIM=dim, SPLITS=splits, WIDTH=triton.next_power_of_2(splits)
+    )
+    return out
+
+
+@paged_attention.register_fake
+def _(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    cu_q: torch.Tensor,
+    kv_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    tree: torch.Tensor | None,
+    max_q: int,
+    max_kv: int,
+) -> torch.Tensor:
+    del keys, values, cu_q, kv_lens, block_tables, tree, max_q, max_kv
+    return query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
+
+
+def paged_attention_reference(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    cu_q: torch.Tensor,
+    kv_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    tree: torch.Tensor | None,
+    max_q: int,
+    max_kv: int,
+) -> torch.Tensor:
+    """The twin of `paged_attention`: one span after the other, in float32."""
+    del max_q, max_kv
+    group = query.shape[1] // keys.shape[2]
+    out = torch.empty_like(query)
+    for span, (kv_len, table) in enumerate(zip(kv_lens.tolist(), block_tables.tolist(), strict=True)):
+        first, last = int(cu_q[span]), int(cu_q[span + 1])
+        q_len, context = last - first, kv_len - (last - first)
+        blocks = table[: -(-kv_len // keys.shape[1])]
+        k, v = (cache[blocks].flatten(0, 1)[:kv_len].float().repeat_interleave(group, 1) for cache in (keys, values))
+        seen = torch.ones(q_len, kv_len, dtype=torch.bool, device=query.device)
+        seen[:, context:] = seen[:, context:].tril() if tree is None else tree[first:last, :q_len]
+        scores = torch.einsum("qhd,khd->hqk", query[first:last].float(), k) * query.shape[2] ** -0.5
+        probs = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        out[first:last] = torch.einsum("hqk,khd->qhd", probs, v).to(out.dtype)
+    return out.flatten(1)

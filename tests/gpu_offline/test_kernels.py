@@ -1,0 +1,51 @@
+"""Paceline's Triton kernels without a GPU: equal to their twins under the interpreter, and compiled for real GPUs.
+
+Promise: every kernel gives the results of PyTorch's operators; for A100, H100 and B200 `ptxas` takes it, no thread
+spills registers, and shared memory stays far below what a multiprocessor has.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SHARED_BYTES = 64 << 10
+"""A multiprocessor of an A100 has 164 KiB: at least two programs fit."""
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+def run(script: str, argument: str, cache: Path) -> str:
+    """Run a script of tests/support in a process of its own; its output."""
+    support = ROOT / "tests" / "support"
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    env |= {"TRITON_CACHE_DIR": str(cache)}
+    done = subprocess.run(
+        [sys.executable, str(support / script), argument], env=env, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", ["elementwise", "rope_cache", "gumbel_draw", "paged_attention", "fused_decoder"])
+def test_a_kernel_equals_its_twin(name: str, tmp_path: Path) -> None:
+    run("kernel_checks.py", name, tmp_path)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_kernels_compile_without_spills(arch: int, tmp_path: Path) -> None:
+    report = json.loads(run("kernel_compile.py", str(arch), tmp_path))
+    assert len(report) == 12
+    for name, used in report.items():
+        assert used["LOCAL"] == 0, (name, used)
+        assert used["STACK"] == 0, (name, used)
+        assert used["REG"] <= 255, (name, used)
+        assert used["shared"] <= SHARED_BYTES, (name, used)

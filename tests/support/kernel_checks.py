@@ -1,0 +1,141 @@
+"""The Triton kernels against their twins, under Triton's interpreter: `python kernel_checks.py NAME`.
+
+A process of its own, because the interpreter must be chosen before Triton is imported. Ends with status 0 if equal.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import tempfile
+from pathlib import Path
+
+import torch
+from tiny_models import write_model
+
+from engine.core.packing import SpanRows, pack_spans
+from engine.kernels.elementwise import add_rms_norm, add_rms_norm_reference, silu_mul, silu_mul_reference
+from engine.kernels.gumbel_draw import gumbel_draw, gumbel_draw_reference
+from engine.kernels.paged_attention import paged_attention, paged_attention_reference
+from engine.kernels.rope_cache import rope_cache, rope_cache_reference
+from engine.model.attention import make_attention
+from engine.model.collectives import Solo
+from engine.model.decoder import Decoder, LayerCache
+from engine.model.device import Compute
+from engine.model.fused_decoder import FusedDecoder
+from engine.model.load import load_model
+from engine.sampling.distribution import seed_words
+
+BOUND = {torch.float32: 2e-5, torch.float16: 6e-3}
+"""By element type. The interpreter has no correct bfloat16; the kernels treat both 16-bit types alike."""
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.dtype is expected.dtype
+    assert found.shape == expected.shape
+    difference = (found.float() - expected.float()).abs().max().item()
+    assert difference <= BOUND[found.dtype], (found.dtype, difference)
+    assert expected.abs().max().item() > 0.1
+
+
+def check_elementwise() -> None:
+    for dtype in BOUND:
+        for rows, size in ((1, 64), (5, 576), (3, 1536)):
+            hidden, delta = (torch.randn(rows, size).to(dtype) for _ in range(2))
+            weight = (1 + 0.2 * torch.randn(size)).to(dtype)
+            twin = hidden.clone()
+            close(add_rms_norm(hidden, delta, weight, 1e-5), add_rms_norm_reference(twin, delta, weight, 1e-5))
+            assert torch.equal(hidden, twin)
+            gate, up = (torch.randn(rows, size).to(dtype) for _ in range(2))
+            gate_twin = gate.clone()
+            silu_mul(gate, up)
+            silu_mul_reference(gate_twin, up)
+            close(gate, gate_twin)
+
+
+def check_rope_cache() -> None:
+    for dtype in BOUND:
+        for heads, kv_heads, dim, norm in ((4, 2, 64, False), (3, 3, 32, True), (8, 2, 16, True)):
+            qkv = torch.randn(5, heads + 2 * kv_heads, dim).to(dtype)
+            angles = torch.rand(5, dim // 2) * 6
+            cos = torch.cat((angles.cos(), angles.cos()), -1).to(dtype).unsqueeze(1)
+            sin = torch.cat((-angles.sin(), angles.sin()), -1).to(dtype).unsqueeze(1)
+            slots = torch.tensor([3, 0, 30, 17, 8])
+            weights = [(1 + 0.2 * torch.randn(dim)).to(dtype) if norm else None for _ in range(2)]
+            results = []
+            for run in (rope_cache, rope_cache_reference):
+                copy, keys, values = qkv.clone(), *(torch.zeros(2, 16, kv_heads, dim, dtype=dtype) for _ in range(2))
+                run(copy, cos, sin, slots, keys, values, *weights, 1e-6)
+                results.append((copy[:, :heads].contiguous(), keys, values))
+            for found, expected in zip(*results, strict=True):
+                close(found, expected)
+
+
+def check_gumbel_draw() -> None:
+    for rows, size in ((1, 50), (7, 5000), (3, 9001)):
+        weights = torch.softmax(torch.randn(rows, size) * 4, -1)
+        weights[weights < weights.mean(-1, keepdim=True)] = 0.0
+        seeds = torch.randint(0, 2**62, (rows,)).tolist()
+        words = torch.from_numpy(seed_words([3 * seed for seed in seeds]))
+        assert torch.equal(gumbel_draw(weights, words), gumbel_draw_reference(weights, words))
+    weights = torch.full((2000, 4), 0.25)
+    drawn = gumbel_draw(weights, torch.from_numpy(seed_words(range(2000))))
+    counts = torch.bincount(drawn, minlength=4)
+    assert ((counts - 500).abs() < 120).all(), counts  # 6 standard deviations
+
+
+def check_paged_attention() -> None:
+    for dtype in BOUND:
+        for heads, kv_heads, dim, block in ((4, 1, 32, 64), (8, 2, 16, 128)):
+            q_lens, kv_lens = [1, 4, 3, 2], [70, 4, 600, 129]
+            table = torch.randperm(40)[: 4 * 10].view(4, 10).int()
+            keys, values = (torch.randn(40, block, kv_heads, dim).to(dtype) for _ in range(2))
+            rows = sum(q_lens)
+            wide = torch.randn(rows, heads + 2 * kv_heads, dim).to(dtype)
+            query = wide[:, :heads]  # Rows with a stride, as in a model.
+            cu_q = torch.tensor([0, *torch.tensor(q_lens).cumsum(0).tolist()], dtype=torch.int32)
+            tree = torch.rand(rows, 4) < 0.5
+            for row, j in zip(range(rows), (j for q_len in q_lens for j in range(q_len)), strict=True):
+                tree[row, j] = True  # A row always sees itself.
+            lens = torch.tensor(kv_lens, dtype=torch.int32)
+            for mask in (None, tree):
+                arguments = (query, keys, values, cu_q, lens, table, mask, 4, 600)
+                close(paged_attention(*arguments), paged_attention_reference(*arguments))
+
+
+def check_fused_decoder() -> None:
+    """The whole forward, with float32 weights and PyTorch's attention: prefill, then verification."""
+    for family in ("llama", "qwen3"):
+        with tempfile.TemporaryDirectory() as folder:
+            model = load_model(write_model(Path(folder) / "m", family), dtype=torch.float32, kernel="torch")
+        assert isinstance(model, Decoder)
+        compute = Compute(torch.float32, torch.device("cpu"), "torch")
+        fold = model.config.num_heads // model.config.num_kv_heads
+        attention = make_attention("padded", group_size=fold, dtype=torch.float32, device=compute.device)
+        fused = FusedDecoder(
+            model.config, model._weights, compute, collectives=Solo(), attention=attention, feature_layers=(0, 1)
+        )
+        model.feature_layers = (0, 1)
+        results = []
+        for decoder in (model, fused):
+            shape = (6, 16, decoder.num_kv_heads, decoder.config.head_dim)
+            caches = [LayerCache(torch.zeros(shape), torch.zeros(shape)) for _ in range(decoder.config.num_layers)]
+            first = decoder.forward(pack_spans([SpanRows(list(range(3, 20)), 0, [1, 2], 1)], 16), caches)
+            second = decoder.forward(
+                pack_spans([SpanRows([4, 5, 6], 17, [1, 2], 3), SpanRows([7], 0, [5], 1)], 16), caches
+            )
+            results.append((first.logits, second.logits, second.hidden, caches[1].keys, caches[1].values))
+        for found, expected in zip(results[1], results[0], strict=True):
+            assert found is not None
+            assert expected is not None
+            close(found, expected)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        globals()[f"check_{sys.argv[1]}"]()

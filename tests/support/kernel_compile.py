@@ -1,0 +1,80 @@
+"""Compiles every kernel for a GPU that is not there: `python kernel_compile.py ARCH`, for example 90.
+
+Prints one JSON object: by kernel, bytes of shared memory, and registers and bytes of spills as `ptxas` reports them. A
+process of its own, because the interpreter, if chosen, replaces the compiler.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from engine.kernels.elementwise import add_rms_norm_kernel, silu_mul_kernel
+from engine.kernels.gumbel_draw import gumbel_draw_kernel
+from engine.kernels.paged_attention import KEYS, TREE_KEYS, attend_split_kernel, combine_kernel, num_warps
+from engine.kernels.rope_cache import rope_cache_kernel
+
+BF16, F32, I32, I64 = "*bf16", "*fp32", "*i32", "*i64"
+_ROPE = {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "BLOCK": 128}
+_ATTEND = {"KV_HEADS": 8, "DIM": 128, "PAGE": 256, "SPLITS": 8}
+
+KERNELS: dict[str, tuple[Any, list[str], dict[str, Any], int]] = {
+    "add_rms_norm": (add_rms_norm_kernel, [BF16] * 4 + ["i32", "fp32"], {"BLOCK": 8192}, 8),
+    "silu_mul": (silu_mul_kernel, [BF16, BF16, "i32"], {"BLOCK": 1024}, 4),
+    "gumbel_draw": (gumbel_draw_kernel, [F32, I32, F32, I32, "i32", "i32"], {"BLOCK": 4096}, 4),
+    "combine": (combine_kernel, [F32, F32, F32, BF16], {"DIM": 128, "SPLITS": 8, "WIDTH": 8}, 4),
+    **{
+        f"rope_cache, norm {norm}": (
+            rope_cache_kernel,
+            [BF16, BF16, BF16, I64, BF16, BF16, BF16, BF16, "fp32"],
+            _ROPE | {"HAS_NORM": norm},
+            1,
+        )
+        for norm in (False, True)
+    },
+    **{
+        f"attend_split, {rows} rows, tree {tree}": (
+            attend_split_kernel,
+            [BF16, BF16, BF16, I32, I32, I32, "*i1" if tree else I32, F32, F32, F32, "fp32", "i32", "i32", "i32"],
+            _ATTEND | {"GROUP": group, "ROWS": rows, "HAS_TREE": tree, "BLOCK": TREE_KEYS if tree else KEYS},
+            num_warps(rows),
+        )
+        for group, rows in ((4, 16), (4, 32), (8, 64))
+        for tree in (False, True)
+    },
+}
+"""Kernel, types of its arguments, its constants for Llama 3.1 shapes, and warps."""
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers, and bytes of the stack that a thread spills to."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+
+
+def main(arch: int) -> None:
+    report = {}
+    for name, (kernel, types, constants, warps) in KERNELS.items():
+        names = [arg for arg in kernel.arg_names if arg not in constants]
+        signature = dict(zip(names, types, strict=True)) | dict.fromkeys(constants, "constexpr")
+        source = ASTSource(kernel, signature=signature, constexprs=constants)
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
+        report[name] = resources(compiled.asm["cubin"]) | {"shared": compiled.metadata.shared}
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
