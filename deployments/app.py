@@ -18,7 +18,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from autoscale.replicas import decision
-from deployments.cluster import placement, request_router
+from deployments.cluster import placement
 from deployments.cluster.placement import bundles
 from deployments.cluster.request_router import ROUTER_PATH
 from deployments.cluster.serve_autoscaling import POLICY_PATH
@@ -27,8 +27,8 @@ from deployments.replica import Replica
 from deployments.settings import AppSettings
 from engine.config import EngineConfig
 
-SERVE_MODULES = (decision, placement, request_router)
-"""Modules of this project that Serve's own processes run: the autoscaling policy's, and the request router."""
+POLICY_MODULES = (decision, placement)
+"""Modules of this project that the autoscaling policy uses when it runs."""
 HEALTH_PERIOD_S = 5.0
 MAX_ONGOING_REQUESTS = 100_000
 """Serve never queues or refuses a request, because `http.admission` does (429 with Retry-After)."""
@@ -41,7 +41,7 @@ def build(args: dict[str, Any]) -> Application:
         ConfigError: a setting is wrong; the message names it.
     """
     settings = with_device(AppSettings.parse(args or default_args()))
-    with modules_by_value():
+    with policy_by_value():
         deployment = serve.deployment(serve.ingress()(Replica)).options(
             name="Replica",
             **_replicas(settings),
@@ -94,18 +94,18 @@ def _router() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def modules_by_value() -> Iterator[None]:
-    """Within it, Serve pickles the autoscaling policy and the request router together with their modules.
+def policy_by_value() -> Iterator[None]:
+    """Within it, Serve pickles the autoscaling policy together with the modules of this project that it uses.
 
-    Serve's controller and proxies run them outside of the application's runtime environment. There they cannot import
-    modules that exist only in a `working_dir`.
+    Serve's controller runs the policy outside of the application's runtime environment. There it cannot import modules
+    that exist only in a `working_dir`. Serve itself includes only the modules of the policy and of the request router.
     """
-    for module in SERVE_MODULES:
+    for module in POLICY_MODULES:
         cloudpickle.register_pickle_by_value(module)
     try:
         yield
     finally:
-        for module in SERVE_MODULES:
+        for module in POLICY_MODULES:
             cloudpickle.unregister_pickle_by_value(module)
 
 

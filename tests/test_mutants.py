@@ -37,6 +37,7 @@ def changed(source: str) -> set[str]:
         ("x = 'stop'", {"x = 'stop~'"}),
         ("x += a", {"pass", "x -= a"}),
         ("f(a)", {"pass"}),
+        ("del a[b]", {"pass"}),
         ("if a:\n    f()", {"if (not (a)):\n    f()", "if a:\n    pass"}),
         (
             "while a < b:\n    break",
@@ -65,6 +66,7 @@ def test_each_kind_of_change(source: str, expected: set[str]) -> None:
         "x = zip(a, b, strict=True)",
         "if TYPE_CHECKING:\n    import torch",
         "x = f'{a}: 3'",
+        "del a",
     ],
 )
 def test_what_changes_no_behaviour_is_left_alone(source: str) -> None:

@@ -154,8 +154,10 @@ class _Finder:
                 old, new = type(node.op), _OPERATORS.get(type(node.op))
                 if new is not None and old in (ast.Add, ast.Sub, ast.Mult, ast.Div):
                     self._between(node.target, node.value, r"[-+*/]", new)
-            case ast.Expr(value=ast.Call()) | ast.Delete() | ast.Raise():
+            case ast.Expr(value=ast.Call()) | ast.Raise():
                 self._replace(node, "pass")
+            case ast.Delete() if not all(isinstance(target, ast.Name) for target in node.targets):
+                self._replace(node, "pass")  # deleting a name only says that it is not used
             case ast.Break():
                 self._replace(node, "continue")
             case ast.Continue():

@@ -156,10 +156,10 @@ def test_counts_of_different_length_add_up() -> None:
 
 def test_priors_longer_than_max_k_fill_its_positions_and_shorter_ones_leave_the_rest() -> None:
     acceptance = Acceptance(2, [0.5])
-    acceptance.believe([Prior(method="draft_model", workload="hot", rates=(0.9, 0.8, 0.7), weights=(100.0,) * 3)])
+    acceptance.adopt([Prior(method="draft_model", workload="hot", rates=(0.9, 0.8, 0.7), weights=(100.0,) * 3)])
     assert acceptance.by_position("hot").tolist() == pytest.approx([0.9, 0.8])
     assert acceptance.by_position("cool").tolist() == [0.5, 0.5]
     acceptance = Acceptance(3, [0.5])
-    acceptance.believe([Prior(method="draft_model", workload="hot", rates=(0.9,), weights=(2.0,))])
+    acceptance.adopt([Prior(method="draft_model", workload="hot", rates=(0.9,), weights=(2.0,))])
     # Two observations are half of what a prior is worth; a position further on is as far off as the one before.
     assert acceptance.by_position("hot").tolist() == pytest.approx([0.7, 0.5, 0.5])

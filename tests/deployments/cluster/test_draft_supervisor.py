@@ -70,6 +70,7 @@ class World:
         self.made: list[InProcessActor] = []
         self.killed: list[InProcessActor] = []
         self.made_s: list[float] = []
+        self.states: list[str] = []  # of the supervisor when it starts each draft
         self.rank0 = Rank0()
         self._loads = loads or []
         self.supervisor = DraftSupervisor(
@@ -81,6 +82,7 @@ class World:
 
     def _make(self) -> InProcessActor:
         number = len(self.made)
+        self.states.append(self.supervisor.state)
         loads = self._loads[number] if number < len(self._loads) else True
         self.made.append(InProcessActor(Draft(self.rank0.calls, loads=loads)))
         self.made_s.append(asyncio.get_running_loop().time())
@@ -150,12 +152,13 @@ def test_the_reason_names_the_death_of_the_process() -> None:
     async def run() -> None:
         world = World([True, False])
         async with supervised(world) as supervisor:
-            states = []
             world.made[0].die()
-            await until(lambda: states.append(supervisor.state) or len(world.made) == 2)
-            await until(lambda: states.append(supervisor.state) or supervisor.is_up)
-        assert "down: the draft's process died (ActorDiedError)" in states
-        assert "down: restart failed: no such file" in states
+            await until(lambda: len(world.made) == 3 and supervisor.is_up)
+        assert world.states == [
+            "down: starting",
+            "down: the draft's process died (ActorDiedError)",
+            "down: restart failed: no such file",
+        ]
 
     asyncio.run(run())
 

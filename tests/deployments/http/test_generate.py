@@ -33,7 +33,7 @@ class SocketEngine(ToyEngine):
     """A toy engine whose deltas leave through the socket of a shard."""
 
     def __init__(self, folder: Path) -> None:
-        grammars = Grammars(lambda: load_tokenizer_info(folder, LIMITS.vocab_size))
+        grammars = Grammars(lambda: load_tokenizer_info(folder, LIMITS.vocab_size, (2,)))
         super().__init__(ToyModel(vocab_size=7, num_blocks=64), NoDrafter(), FixedPacer(0), grammars=grammars)
         self.socket = ShardSocket(submit=self.engine.submit, abort=self.engine.abort, abandon=self.engine.abort_all)
 

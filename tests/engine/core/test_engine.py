@@ -6,6 +6,7 @@ Promise: greedy and seeded requests get exactly the reference's tokens, no matte
 from __future__ import annotations
 
 import random
+import threading
 import time
 
 import pytest
@@ -17,9 +18,10 @@ from reference import generate
 from toy_requests import asked_again, submits_lists
 
 from engine.core.drafter import Drafter, NoDrafter
+from engine.core.step import ForwardInput, ForwardResult
 from engine.draft.first_of import FirstOf
 from engine.draft.ngram import NgramDrafter
-from engine.errors import ConfigError
+from engine.errors import ConfigError, ShardDown
 from engine.messages import SamplingParams, SpeculativeOptions, Submit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -215,6 +217,22 @@ def test_after_a_pause_the_draft_catches_up_and_acceptance_is_what_it_was() -> N
     assert after
     assert all(s.num_accepted == s.num_drafted for s in after), "the draft equals the target, so all must be accepted"
     assert any("catch_up" in s.k_by_reason for s in pacer.stats[40:])
+
+
+def test_a_request_that_arrives_while_the_engine_fails_is_ended_as_well() -> None:
+    class FailingModel(ToyModel):
+        def forward(self, plan: ForwardInput) -> ForwardResult:
+            engine.engine.submit(Submit(request_id="late", prompt=(1,), sampling=SamplingParams()))
+            raise ShardDown("the shard is gone")
+
+    engine = ToyEngine(FailingModel(vocab_size=VOCAB), NoDrafter(), FixedPacer(0))
+    engine.engine.submit(Submit(request_id="early", prompt=(1,), sampling=SamplingParams()))
+    with pytest.raises(ShardDown):
+        engine.engine.run(threading.Event())
+    for name in ("early", "late"):
+        assert [delta.finish_reason for delta in engine.deltas[name]] == ["abort"]
+    assert not engine.engine.has_work
+    assert engine.pool.num_free == engine.pool.num_blocks - 1
 
 
 def test_contradicting_limits_are_refused() -> None:
