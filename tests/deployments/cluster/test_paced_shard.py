@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,6 +47,15 @@ def shard_of(folder: Path, *, kv_block_size: int = 16, **speculative: object) ->
     return shard
 
 
+@contextmanager
+def paced_over(shard: TargetShard, cost_folder: Path) -> Iterator[PacedShard]:
+    """A paced shard that is stepped by hand; its socket is closed afterwards."""
+    paced = PacedShard(shard, cost_folder)
+    yield paced
+    shard.stop()
+    paced.leader.run()
+
+
 def run_requests(paced: PacedShard, *, count: int, max_tokens: int) -> None:
     """Step the engine by hand until so many greedy requests are done."""
     engine = paced.leader.engine
@@ -60,7 +71,8 @@ def test_a_new_machine_is_measured_and_the_table_kept(folder: Path, tmp_path: Pa
     shard = shard_of(folder)
     costs = TableCache(tmp_path, cost_identity(shard))
     assert costs.load() is None
-    PacedShard(shard, tmp_path)
+    with paced_over(shard, tmp_path):
+        pass
     kept = costs.load()
     assert kept is not None
     assert all(seconds > 0 for seconds in kept.verify_s)
@@ -69,12 +81,14 @@ def test_a_new_machine_is_measured_and_the_table_kept(folder: Path, tmp_path: Pa
 
 def test_a_table_that_no_longer_holds_is_measured_again(folder: Path, tmp_path: Path) -> None:
     shard = shard_of(folder)
-    PacedShard(shard, tmp_path)
+    with paced_over(shard, tmp_path):
+        pass
     costs = TableCache(tmp_path, cost_identity(shard))
     kept = costs.load()
     assert kept is not None
     costs.store(replace(kept, verify_s=(1000.0,) * len(kept.verify_s)))
-    PacedShard(shard, tmp_path)
+    with paced_over(shard, tmp_path):
+        pass
     measured = costs.load()
     assert measured is not None
     assert max(measured.verify_s) < 1000.0
@@ -88,37 +102,37 @@ def test_a_cost_table_belongs_to_the_settings_that_change_a_step(folder: Path) -
 
 
 def test_what_the_steps_did_is_counted_and_reported_once(folder: Path, tmp_path: Path) -> None:
-    paced = PacedShard(shard_of(folder), tmp_path)
-    assert paced.slot.current == SpeculationPlan(version=1, policy="fixed", max_k=3)
-    run_requests(paced, count=3, max_tokens=10)
-    observation = paced.take_observation()
-    assert observation.num_emitted == 30
-    assert observation.num_drafted > 0
-    assert paced.take_observation().num_steps == 0
-    paced.fold()
-    snapshot = paced.metrics()
-    assert snapshot.number("paceline_emitted_tokens_total") == 30
-    assert snapshot.number("paceline_drafted_tokens_total") == observation.num_drafted
-    assert snapshot.number("paceline_running_requests") == 0
-    assert snapshot.number("paceline_kv_used_blocks", "target") == 0
-    assert snapshot.number("paceline_kv_free_blocks", "target") == 4096 // 16
-    assert snapshot.number("paceline_kv_evictions_total", "target") == 0
+    with paced_over(shard_of(folder), tmp_path) as paced:
+        assert paced.slot.current == SpeculationPlan(version=1, policy="fixed", max_k=3)
+        run_requests(paced, count=3, max_tokens=10)
+        observation = paced.take_observation()
+        assert observation.num_emitted == 30
+        assert observation.num_drafted > 0
+        assert paced.take_observation().num_steps == 0
+        paced.fold()
+        snapshot = paced.metrics()
+        assert snapshot.number("paceline_emitted_tokens_total") == 30
+        assert snapshot.number("paceline_drafted_tokens_total") == observation.num_drafted
+        assert snapshot.number("paceline_running_requests") == 0
+        assert snapshot.number("paceline_kv_used_blocks", "target") == 0
+        assert snapshot.number("paceline_kv_free_blocks", "target") == 4096 // 16
+        assert snapshot.number("paceline_kv_evictions_total", "target") == 0
 
 
 def test_the_load_is_that_since_the_last_call(folder: Path, tmp_path: Path) -> None:
-    paced = PacedShard(shard_of(folder), tmp_path)
-    engine = paced.leader.engine
-    engine.submit(Submit(request_id="r", prompt=(5, 6), sampling=SamplingParams(temperature=0.0, max_tokens=30)))
-    engine.drain()
-    assert paced.replica_load().num_waiting == 1
-    engine.step()
-    first, second = paced.replica_load(), paced.replica_load()
-    assert (first.num_running, first.num_waiting) == (1, 0)
-    assert first.tokens_per_s > 0
-    assert second.tokens_per_s == 0, "nothing was emitted in between"
-    assert all(seconds > 0 for seconds in second.tpot_s)
-    assert paced.metrics().number("paceline_running_requests") == 1
-    assert paced.metrics().number("paceline_kv_used_blocks", "target") == 1
+    with paced_over(shard_of(folder), tmp_path) as paced:
+        engine = paced.leader.engine
+        engine.submit(Submit(request_id="r", prompt=(5, 6), sampling=SamplingParams(temperature=0.0, max_tokens=30)))
+        engine.drain()
+        assert paced.replica_load().num_waiting == 1
+        engine.step()
+        first, second = paced.replica_load(), paced.replica_load()
+        assert (first.num_running, first.num_waiting) == (1, 0)
+        assert first.tokens_per_s > 0
+        assert second.tokens_per_s == 0, "nothing was emitted in between"
+        assert all(seconds > 0 for seconds in second.tpot_s)
+        assert paced.metrics().number("paceline_running_requests") == 1
+        assert paced.metrics().number("paceline_kv_used_blocks", "target") == 1
 
 
 def test_the_heartbeat_stands_still_only_with_the_loop(folder: Path, tmp_path: Path) -> None:

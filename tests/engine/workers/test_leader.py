@@ -159,13 +159,16 @@ def test_a_lost_shard_ends_every_request_and_names_the_cause(folder: Path) -> No
 
 @pytest.mark.parametrize("method", ["none", "ngram"])
 def test_a_method_without_a_draft_process_accepts_no_draft(folder: Path, method: str) -> None:
-    leader = Leader(shard_of(folder, method=method), pacer=FixedPacer(0), plan=SpeculationPlan)
+    shard = shard_of(folder, method=method)
+    leader = Leader(shard, pacer=FixedPacer(0), plan=SpeculationPlan)
     with pytest.raises(
         ConfigError, match=rf"speculative\.method: '{method}' has no draft process; allowed: draft_model"
     ):
         leader.open_draft_buffer(DraftInfo(10, None, 0), 1)
     with pytest.raises(ConfigError, match="has no draft process"):
         leader.attach_draft(0.1)
+    shard.stop()
+    leader.run()  # closes the socket
 
 
 def test_a_draft_must_read_the_features_that_the_target_gives(folder: Path) -> None:
@@ -175,3 +178,5 @@ def test_a_draft_must_read_the_features_that_the_target_gives(folder: Path) -> N
         leader.open_draft_buffer(DraftInfo(10, None, 96), 1)
     with pytest.raises(EngineError, match="no draft buffer has been made"):
         leader.attach_draft(0.1)
+    shard.stop()
+    leader.run()  # closes the socket
