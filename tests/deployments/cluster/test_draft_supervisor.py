@@ -70,7 +70,7 @@ class World:
         self.made: list[InProcessActor] = []
         self.killed: list[InProcessActor] = []
         self.made_s: list[float] = []
-        self.states: list[str] = []  # of the supervisor when it starts each draft
+        self.states: list[str] = []  # of the supervisor whenever it starts a draft
         self.rank0 = Rank0()
         self._loads = loads or []
         self.supervisor = DraftSupervisor(
@@ -82,10 +82,10 @@ class World:
 
     def _make(self) -> InProcessActor:
         number = len(self.made)
-        self.states.append(self.supervisor.state)
         loads = self._loads[number] if number < len(self._loads) else True
         self.made.append(InProcessActor(Draft(self.rank0.calls, loads=loads)))
         self.made_s.append(asyncio.get_running_loop().time())
+        self.states.append(self.supervisor.state)
         return self.made[-1]
 
 
@@ -148,12 +148,12 @@ def test_a_draft_that_goes_away_is_replaced_with_a_new_epoch(fault: str) -> None
     asyncio.run(run())
 
 
-def test_the_reason_names_the_death_of_the_process() -> None:
+def test_the_state_names_the_cause_of_each_restart() -> None:
     async def run() -> None:
         world = World([True, False])
         async with supervised(world) as supervisor:
             world.made[0].die()
-            await until(lambda: len(world.made) == 3 and supervisor.is_up)
+            await until(lambda: supervisor.is_up and len(world.made) == 3)
         assert world.states == [
             "down: starting",
             "down: the draft's process died (ActorDiedError)",
