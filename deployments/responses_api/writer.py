@@ -61,7 +61,7 @@ class ResponsesWriter:
         self._items: list[OutputItem] = []
         """Finished items."""
         self._open: OutputItem | None = None
-        self._pieces: list[str] = []
+        self._texts: list[str] = []
         """Text or arguments of the open item."""
         self._logprobs: list[ChatTokenLogprob] = []
         """Log-probabilities of the open message that were reported."""
@@ -117,7 +117,7 @@ class ResponsesWriter:
         if not isinstance(self._open, OutputReasoning):
             events = self._begin_item(OutputReasoning(id=self._item_id("rs"), content=(), status="in_progress"))
             events += self._part("response.content_part.added", ReasoningText(""))
-        self._pieces.append(text)
+        self._texts.append(text)
         return events + self._of_item("response.reasoning_text.delta", content_index=0, delta=text)
 
     def _show_text(self, text: str) -> bytes:
@@ -126,7 +126,7 @@ class ResponsesWriter:
         if not isinstance(self._open, OutputMessage):
             events = self._begin_item(OutputMessage(id=self._item_id("msg"), status="in_progress", content=()))
             events += self._part("response.content_part.added", OutputText(""))
-        self._pieces.append(text)
+        self._texts.append(text)
         self._logprobs += logprobs
         return events + self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)
 
@@ -144,7 +144,7 @@ class ResponsesWriter:
             )
         if not call.arguments:
             return events
-        self._pieces.append(call.arguments)
+        self._texts.append(call.arguments)
         return events + self._of_item("response.function_call_arguments.delta", delta=call.arguments)
 
     def _item_id(self, prefix: str) -> str:
@@ -158,7 +158,7 @@ class ResponsesWriter:
 
     def _close(self, status: ResponseStatus) -> bytes:
         """Finish the open item, if there is one."""
-        item, text, logprobs = self._open, "".join(self._pieces), (*self._logprobs, *self._waiting)
+        item, text, logprobs = self._open, "".join(self._texts), (*self._logprobs, *self._waiting)
         if item is None:
             return b""
         ended: ItemStatus = "completed" if status == "completed" else "incomplete"
@@ -176,7 +176,7 @@ class ResponsesWriter:
             item = msgspec.structs.replace(item, content=(ReasoningText(text),), status=ended)
         events += self._event("response.output_item.done", output_index=len(self._items), item=item)
         self._items.append(item)
-        self._open, self._pieces, self._logprobs, self._waiting = None, [], [], []
+        self._open, self._texts, self._logprobs, self._waiting = None, [], [], []
         return events
 
     def _part(self, kind: str, part: Part) -> bytes:
