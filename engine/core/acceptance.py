@@ -2,7 +2,7 @@
 
 Owns the two implementations, which give equal results. `accept_all` treats all spans together on the device of the
 logits and reads nothing back; a GPU uses it. `accept_each` decides one span after the other on the host, in the order
-of the paper; a CPU uses it. Both take logits that penalties and grammars have changed already. Three rules, all exact:
+of the paper; a CPU uses it. Both take logits that penalties and grammars have changed already. Three exact rules:
 
     greedy      The target's most likely token is a function of the context. A draft token is accepted if it is that
                 token.

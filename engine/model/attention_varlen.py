@@ -107,11 +107,11 @@ class TritonAttention(VarlenAttention):
     ) -> torch.Tensor:
         if prepared.max_q > self._max_q:
             return super().attend(query, k_cache, v_cache, prepared)
-        context: torch.Tensor = self._paged_attention(
+        out: torch.Tensor = self._paged_attention(
             *(query, k_cache, v_cache, prepared.cu_q, prepared.kv_lens, prepared.block_tables),
             *(None, prepared.max_q, prepared.max_kv),
         )
-        return context
+        return out
 
 
 def _int32(values: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.int32]]:

@@ -113,8 +113,7 @@ def plan_memory(
         features = FEATURE_BYTES if engine.speculative.method == "eagle" else 0
         parts.append(Part(f"draft ({share:.0%} of the device)", int(device_bytes * share)))
         parts.append(Part("draft buffer", buffer + features))
-    heads = shard.kv_heads(config)
-    per_token = 2 * config.num_layers * (heads.stop - heads.start) * config.head_dim * dtype.itemsize
+    per_token = 2 * config.num_layers * _length(shard.kv_heads(config)) * config.head_dim * dtype.itemsize
     return MemoryPlan(device_bytes, tuple(parts), per_token)
 
 
@@ -138,31 +137,33 @@ def gpu_kv_bytes(engine: EngineConfig, model: Model, device: torch.device) -> in
 def weight_bytes(config: ModelConfig, shard: ShardSpec, dtype: torch.dtype) -> int:
     """Bytes of the weights of one shard."""
     groups = shard.kv_heads(config)
-    num_kv = groups.stop - groups.start
+    num_kv = _length(groups)
     num_heads = num_kv * (config.num_heads // config.num_kv_heads)
     inner = _length(shard.part(config.intermediate_size))
     hidden, dim = config.hidden_size, config.head_dim
-    layer = hidden * dim * (2 * num_heads + 2 * num_kv) + 3 * hidden * inner + 2 * hidden
+    layer: int = hidden * dim * (2 * num_heads + 2 * num_kv) + 3 * hidden * inner + 2 * hidden
     layer += dim * (num_heads + 2 * num_kv) * int(config.qkv_bias) + 2 * dim * int(config.qk_norm)
     vocab = config.vocab_size * hidden
     head = 0 if config.tie_word_embeddings and shard.size == 1 else _length(shard.part(config.vocab_size)) * hidden
-    return int(dtype.itemsize * (config.num_layers * layer + vocab + head + hidden))
+    num_weights: int = config.num_layers * layer + vocab + head + hidden
+    return num_weights * dtype.itemsize
 
 
 def activation_bytes(engine: EngineConfig, config: ModelConfig, shard: ShardSpec, dtype: torch.dtype) -> int:
     """Upper bound of the bytes that one step holds besides weights and caches."""
     groups = shard.kv_heads(config)
-    num_kv = groups.stop - groups.start
+    num_kv = _length(groups)
     num_heads = num_kv * (config.num_heads // config.num_kv_heads)
     inner = _length(shard.part(config.intermediate_size))
     qkv = (num_heads + 2 * num_kv) * config.head_dim
     rows = engine.max_step_tokens
-    layers = rows * dtype.itemsize * (6 * config.hidden_size + 5 * qkv + 3 * inner)
+    layers: int = rows * dtype.itemsize * (6 * config.hidden_size + 5 * qkv + 3 * inner)
     if shard.rank > 0:
-        return int(layers + rows * dtype.itemsize * 2 * _length(shard.part(config.vocab_size)))
+        local_logits: int = rows * dtype.itemsize * 2 * _length(shard.part(config.vocab_size))
+        return layers + local_logits
     sampled = min(rows, engine.max_num_requests * (max(1, engine.speculative.k) + 1))
-    per_row = SAMPLED_LOGIT_BYTES * sampled + SCORED_LOGIT_BYTES * (rows - sampled)
-    return int(layers + per_row * config.vocab_size)
+    logits: int = (SAMPLED_LOGIT_BYTES * sampled + SCORED_LOGIT_BYTES * (rows - sampled)) * config.vocab_size
+    return layers + logits
 
 
 def _length(part: slice) -> int:
