@@ -20,8 +20,8 @@ from ray.serve.config import RequestRouterConfig
 from autoscale.replicas import decision
 from deployments.cluster import placement
 from deployments.cluster.placement import bundles
-from deployments.cluster.request_router import ROUTER_PATH
-from deployments.cluster.serve_autoscaling import POLICY_PATH
+from deployments.fleet.request_router import ROUTER_PATH
+from deployments.fleet.serve_autoscaling import POLICY_PATH
 from deployments.local.yaml_config import DEFAULT_FILE
 from deployments.replica import Replica
 from deployments.settings import AppSettings

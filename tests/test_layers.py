@@ -39,7 +39,7 @@ LAYERS = {
     "autoscale": ("control", "replicas simulation", "policy"),
     "deployments": (
         "app settings_page",
-        "replica local",
+        "replica local fleet",
         "http",
         "responses_api",
         "openai cluster monitoring",

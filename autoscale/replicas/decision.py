@@ -3,7 +3,7 @@
 Owns the decision, as one pure function of the replicas' loads. Each replica reports its TPOT by batch size, with the
 drafting that would pay there. More replicas mean smaller batches, in which drafting pays more. So one more replica can
 both shorten a step and raise the tokens that it yields. Knows neither Serve nor Ray;
-`deployments.cluster.serve_autoscaling` is the adapter.
+`deployments.fleet.serve_autoscaling` is the adapter.
 
 Two demands are compared with the largest batch b* that meets the objective:
 

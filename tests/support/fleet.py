@@ -20,7 +20,7 @@ from ray import serve
 from ray.cluster_utils import Cluster
 from ray.serve.config import HTTPOptions, RequestRouterConfig
 
-from deployments.cluster.request_router import ROUTER_PATH
+from deployments.fleet.request_router import ROUTER_PATH
 
 NUM_REQUESTS = 60
 HOLD_S = 0.2

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-ROUTER_PATH = "deployments.cluster.request_router.LoadRouter"
+ROUTER_PATH = "deployments.fleet.request_router.LoadRouter"
 
 MAX_LOAD_RATIO = 1.25
 """A session leaves its replica while that one's load is above this multiple of the mean."""

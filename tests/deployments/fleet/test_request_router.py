@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.cluster.request_router import MAX_LOAD_RATIO, SLACK_REQUESTS, LoadRouter, preferred_replica
+from deployments.fleet.request_router import MAX_LOAD_RATIO, SLACK_REQUESTS, LoadRouter, preferred_replica
 
 NAMES = [f"replica-{index}" for index in range(4)]
 

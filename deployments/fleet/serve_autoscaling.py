@@ -16,7 +16,7 @@ import ray
 from autoscale.replicas.decision import ReplicaDecision, ReplicaLoad, ScalingParams, decide
 from deployments.cluster.placement import CONTROLLER_NAMESPACE, controller_name
 
-POLICY_PATH = "deployments.cluster.serve_autoscaling:TpotPolicy"
+POLICY_PATH = "deployments.fleet.serve_autoscaling:TpotPolicy"
 REPORT_PERIOD_S = 5.0
 """Seconds after which an unchanged decision is reported again, because the controller may have been replaced."""
 

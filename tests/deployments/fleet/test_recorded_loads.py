@@ -10,7 +10,7 @@ import pytest
 
 from autoscale.replicas.decision import BATCHES, ReplicaLoad
 from deployments.app import _replicas
-from deployments.cluster.serve_autoscaling import TpotPolicy, readings_of
+from deployments.fleet.serve_autoscaling import TpotPolicy, readings_of
 from deployments.settings import AppSettings
 from engine.errors import ConfigError
 
