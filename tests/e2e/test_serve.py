@@ -178,7 +178,7 @@ def test_a_dead_draft_costs_speculation_only(server: Server, undrafted: list[str
     assert server.actor("DraftActor").pid != draft.pid
 
 
-def test_a_dead_controller_is_made_anew_and_nobody_notices(server: Server) -> None:
+def test_a_dead_controller_is_replaced_while_requests_go_on(server: Server) -> None:
     controller = server.actor("ControllerActor")
     controller.kill()
     assert asyncio.run(_ask_all(server.url, speculative=True, tokens=8))
@@ -205,7 +205,8 @@ def test_two_shards_give_the_same_text_and_nothing_is_left_after_ctrl_c(
         assert both.choices[0].message.content == one.choices[0].message.content
         assert running.stop() == []
         assert running.process.returncode == 0
-    assert {folder.name for folder in Path("/tmp").glob("paceline-*")} == before
+    left = {folder.name for folder in Path("/tmp").glob("paceline-*")} - before
+    assert not left
 
 
 def test_a_dead_target_costs_time_only(server: Server, undrafted: list[str]) -> None:
