@@ -1,7 +1,7 @@
 """Paceline's Triton kernels without a GPU: equal to their twins under the interpreter, and compiled for real GPUs.
 
 Promise: every kernel gives the results of PyTorch's operators; for A100, H100 and B200 `ptxas` takes it, no thread
-spills registers, and shared memory stays far below what a multiprocessor has.
+spills registers, and two programs share the memory of a multiprocessor.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHARED_BYTES = 64 << 10
-"""A multiprocessor of an A100 has 164 KiB: at least two programs fit."""
+SHARED_KIB = {80: 164, 90: 228, 100: 228}
+"""Shared memory of one multiprocessor, by architecture; each program also takes 1 KiB of it for the system."""
+PROGRAMS = 2
+"""Programs that must fit on one multiprocessor at once."""
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -48,4 +50,4 @@ def test_kernels_compile_without_spills(arch: int, tmp_path: Path) -> None:
         assert used["LOCAL"] == 0, (name, used)
         assert used["STACK"] == 0, (name, used)
         assert used["REG"] <= 255, (name, used)
-        assert used["shared"] <= SHARED_BYTES, (name, used)
+        assert PROGRAMS * (used["shared"] + 1024) <= SHARED_KIB[arch] << 10, (name, used)
