@@ -159,10 +159,13 @@ def convert_embedded(source: Path, cache: Path, *, progress: bool) -> Path:
         progress: show a progress bar on stderr.
 
     Raises:
-        ConfigError: the file is damaged, or the cache cannot be written.
+        ConfigError: the file cannot be read or is damaged, or the cache cannot be written.
     """
     try:
         size = source.stat().st_size
+    except OSError as error:
+        raise ConfigError(f"model: cannot read {source}: {error.strerror or error}") from None
+    try:
         folder = cache / f"{EMBEDDED}-{size}-v{_LAYOUT}"
         if _intact(folder):
             return folder
