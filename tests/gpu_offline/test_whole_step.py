@@ -20,7 +20,7 @@ from engine.config import CUDA_PAGE, EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.core.packing import SpanRows, pack_spans
 from engine.core.request import Request
-from engine.core.step import Batch, Draft, DraftRow, Span
+from engine.core.step import Batch, Draft, DraftRow, ForwardResult, Span
 from engine.core.verifier import Verifier
 from engine.draft.architectures import EagleArchitecture, PlainArchitecture
 from engine.draft.messages import DraftRequestRow, DraftResponseRow
@@ -109,10 +109,8 @@ def test_a_whole_step_waits_for_the_target_once(shape: dict[str, Any], draft: st
             assert all(len(row.token_ids) == K for row in drafted.rows)
         recorder.reads.clear()
 
-        def forward(plan: Any) -> torch.Tensor:
-            logits = decoder.forward(plan, caches).logits
-            assert logits is not None
-            return logits
+        def forward(plan: Any) -> ForwardResult:
+            return decoder.forward(plan, caches)
 
         verdict = Verifier(forward, block_size=CUDA_PAGE).verify(batch, drafted)
         assert len(verdict.rows) == len(batch.spans)
@@ -133,10 +131,8 @@ def respond(
         draft_shape = LLAMA_1B | {"vocab_size": shape["vocab_size"]}
         plain, plain_caches = fake_decoder(draft_shape, num_layers=2)
 
-        def forward(plan: Any) -> torch.Tensor:
-            logits = plain.forward(plan, plain_caches).logits
-            assert logits is not None
-            return logits
+        def forward(plan: Any) -> ForwardResult:
+            return plain.forward(plan, plain_caches)
 
         model = Proposer(PlainArchitecture(forward), pool, vocab=None, max_model_len=4096)
     probs = torch.empty(len(batch.spans), K, shape["vocab_size"], device=CUDA)
@@ -203,10 +199,8 @@ def test_the_plan_bounds_the_memory_of_a_step(case: str) -> None:
             batch = Batch(1, (Span(request, 0, 512, 0, True, "plan"),), 0)
             drafts = Draft((DraftRow(),))
 
-        def forward(plan: Any) -> torch.Tensor:
-            logits = decoder.forward(plan, caches).logits
-            assert logits is not None
-            return logits
+        def forward(plan: Any) -> ForwardResult:
+            return decoder.forward(plan, caches)
 
         with PeakMemory() as memory:
             Verifier(forward, block_size=CUDA_PAGE).verify(batch, drafts)
