@@ -124,6 +124,8 @@ def only_application(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _applications(values: dict[str, Any]) -> list[dict[str, Any]]:
+    if not isinstance(values, dict):
+        raise ConfigError(f"expected a mapping with `applications:`, found {type(values).__name__}")
     applications = values.get("applications")
     if not isinstance(applications, list) or not all(isinstance(app, dict) for app in applications):
         raise ConfigError("applications: expected a list of mappings")
@@ -167,15 +169,15 @@ def http_address(values: dict[str, Any]) -> tuple[str, int]:
     """Host and port that Serve will listen on.
 
     Raises:
-        ConfigError: they are not what they should be.
+        ConfigError: `http_options` is not a mapping, or its port is not a number.
     """
-    http = values.get("http_options") or {}
-    if not isinstance(http, dict):
-        raise ConfigError("http_options: expected a mapping")
-    port = http.get("port", 8000)
+    options = values.get("http_options") or {}
+    if not isinstance(options, dict):
+        raise ConfigError(f"http_options: expected a mapping, found {type(options).__name__}")
+    port = options.get("port", 8000)
     if not isinstance(port, int) or not 0 < port < 65536:
-        raise ConfigError(f"http_options.port: {port!r} given; allowed are 1 to 65535")
-    return str(http.get("host", "0.0.0.0")), port
+        raise ConfigError(f"http_options.port: {port!r} given, allowed are 1 to 65535")
+    return str(options.get("host", "0.0.0.0")), port
 
 
 def past_proxy(values: dict[str, Any], *, proxy_host: str, proxy_port: int) -> dict[str, Any]:
