@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,7 +98,7 @@ def next_event(stream: BinaryIO) -> Event:
 def test_a_request_is_served_and_every_step_observed(folder: Path) -> None:
     shard = shard_of(folder)
     stats: list[StepStats] = []
-    leader = Leader(shard, pacer=FixedPacer(0), plan=SpeculationPlan, observers=[stats.append])
+    leader = Leader(shard, pacer=FixedPacer(0), plan=SpeculationPlan, observers=[lambda step, _: stats.append(step)])
     with running(leader, shard) as (connection, stream, _):
         connection.sendall(encode_frame(SubmitCommand(GREEDY)))
         deltas = []
@@ -118,13 +119,15 @@ def test_a_request_is_served_and_every_step_observed(folder: Path) -> None:
 def test_a_replica_that_leaves_takes_its_requests_with_it(folder: Path) -> None:
     shard = shard_of(folder)
     stats: list[StepStats] = []
-    leader = Leader(shard, pacer=FixedPacer(0), plan=SpeculationPlan, observers=[stats.append])
+    leader = Leader(shard, pacer=FixedPacer(0), plan=SpeculationPlan, observers=[lambda step, _: stats.append(step)])
     with running(leader, shard) as (connection, stream, _):
         connection.sendall(encode_frame(SubmitCommand(LONG)))
         assert isinstance(next_event(stream), StepDeltas)
         connection.shutdown(socket.SHUT_RDWR)
         idle = threading.Event()
+        deadline = time.monotonic() + 30
         while not idle.is_set():
+            assert time.monotonic() < deadline, "the leader still has work"
             leader.engine.call(lambda: idle.set() if not leader.engine.has_work else None)
             idle.wait(0.01)
     assert sum(step.num_emitted for step in stats) < LONG.sampling.max_tokens
