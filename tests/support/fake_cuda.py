@@ -23,6 +23,8 @@ import torch._subclasses.fake_tensor as fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.checkpoint.store import cache_folder
+
 CUDA = torch.device("cuda", 0)
 
 _GUARD = """
@@ -53,8 +55,9 @@ def install_guard() -> None:
     """Register the no-op guard; compiled once per PyTorch version."""
     folder = Path(torch.__file__).parent
     tag = hashlib.sha256((_GUARD + torch.__version__).encode()).hexdigest()[:16]
-    library = Path(tempfile.gettempdir()) / f"paceline-cuda-guard-{tag}.so"
+    library = cache_folder() / "tests" / f"cuda-guard-{tag}.so"
     if not library.exists():
+        library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as scratch:
             source, built = Path(scratch) / "guard.cpp", Path(scratch) / "guard.so"
             source.write_text(_GUARD)
