@@ -37,6 +37,16 @@ def test_paths_of_the_source_tree_exist(page: Path) -> None:
         assert any(path.exists() for path in candidates), f"{page.name} names {name}"
 
 
+def test_panels_that_pages_name_exist() -> None:
+    """Panels stand in italics after the word panel or panels."""
+    rendered = "".join(path.read_text() for path in sorted((ROOT / "dashboards" / "rendered").glob("*.json")))
+    titles = set(re.findall(r'"title": "([^"]*)"', rendered))
+    for page in PAGES:
+        for sentence in re.findall(r"panels? ((?:\*[^*]+\*(?: and |, )?)+)", page.read_text(encoding="utf-8")):
+            for title in re.findall(r"\*([^*]+)\*", sentence):
+                assert title in titles, f"{page.name} names the panel {title}"
+
+
 def test_the_readme_is_short_and_links_every_page() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(readme.splitlines()) <= 120
