@@ -176,7 +176,7 @@ def http_address(values: dict[str, Any]) -> tuple[str, int]:
         raise ConfigError(f"http_options: expected a mapping, found {type(options).__name__}")
     port = options.get("port", 8000)
     if not isinstance(port, int) or not 0 < port < 65536:
-        raise ConfigError(f"http_options.port: {port!r} given, allowed are 1 to 65535")
+        raise ConfigError(f"http_options.port: {port!r} given; allowed are 1 to 65535")
     return str(options.get("host", "0.0.0.0")), port
 
 
