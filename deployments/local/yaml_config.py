@@ -41,13 +41,12 @@ def load(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected a mapping with `applications:`, found {type(values).__name__}")
     try:
         check(values)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    return values
+    checked: dict[str, Any] = values
+    return checked
 
 
 def write_examples(folder: Path) -> Iterator[tuple[Path, bool]]:
