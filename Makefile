@@ -3,11 +3,13 @@
 #   PYTHON       interpreter, 3.11 to 3.14 (default: the first that is found)
 #   TORCH        cpu or cuda (default: cuda where there is an NVIDIA GPU)
 #   TORCH_INDEX  package index that has the CPU build of torch
+#   WORKERS      processes that run the tests, about 3 GB each (default: 2)
 #   ARGS         further arguments for the command
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CLIENTS := .venv-clients
+WORKERS ?= 2
 LOCK := uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --no-annotate --no-header --quiet
 export TORCH TORCH_INDEX
 
@@ -17,7 +19,7 @@ serve: $(STAMP)
 	@exec $(BIN)/paceline serve $(ARGS)
 
 test: $(STAMP) check
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder -m "not slow and not gpu" $(ARGS)
 
 # The same tests on every supported Python of this machine, each in a virtual environment of its own.
 test-all:

@@ -23,11 +23,11 @@ from fake_engine import FakeEngine
 from deployments.http.access import Access, is_loopback
 from deployments.http.admission import Admission
 from deployments.http.app import build_api
-from deployments.http.keys import KEYS_ENV, KeyEntry, KeyRing, add_key, hash_key, new_key
+from deployments.http.keys import KEYS_ENV, KeyEntry, KeyRing, add_key, hash_key
 from deployments.local.yaml_config import DEFAULT_FILE, check
 from engine.errors import ConfigError
 
-KEY, OTHER = new_key(), new_key()
+KEY, OTHER = "pl-" + "k" * 43, "pl-" + "m" * 43
 AUTH = {"authorization": f"Bearer {KEY}"}
 CLOSED = [
     ("POST", "/v1/chat/completions"),
