@@ -88,7 +88,7 @@ class Server:
         return response
 
     def check(self, response: httpx.Response) -> None:
-        """An answer, or an error of OpenAI's shape that is the client's own."""
+        """A response, or an error of OpenAI's shape with a 4xx status."""
         assert response.status_code == 200 or 400 <= response.status_code < 500, response.text
         if response.status_code != 200:
             assert response.json()["error"].keys() == {"message", "type", "param", "code"}

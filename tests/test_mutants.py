@@ -1,4 +1,4 @@
-"""The mutation tool: which changes it makes, and that it tells those that tests notice from those that they do not."""
+"""The mutation tool: which changes it makes, and that its report lists exactly the changes that no test notices."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_the_pace_by_hand(server: Server, targets: Path, admin: dict[str, str]) 
     url = f"{server.url}/admin/pace"
     usual = httpx.get(url, headers=admin).json()
     off = httpx.patch(url, headers=admin, json={"enabled": False}).json()
-    told = ("version", "policy", "max_k", "max_batch", "enabled")  # priors are knowledge, and change by themselves
+    told = ("version", "policy", "max_k", "max_batch", "enabled")  # without priors, which change without requests
     changed = usual | {"version": usual["version"] + 1, "enabled": False}
     assert {key: off[key] for key in told} == {key: changed[key] for key in told}
     try:

@@ -79,7 +79,7 @@ def test_probabilities_of_each_step_are_read_without_a_copy_and_in_order(target:
     wrong = torch.zeros((), device="cuda", dtype=torch.int64)
     for seq in range(1, 201):
         target.ask(ROWS, deadline_s=30)
-        # Queued, not synchronised: the next order must not let the draft overwrite what this still reads.
+        # Queued, not synchronised: the next draft request must not let the draft overwrite what this still reads.
         wrong += (target.probs != expected_probs(seq)).sum()
     assert wrong.item() == 0
     assert target.probs.data_ptr() == address

@@ -1,4 +1,4 @@
-"""Two Ray nodes on this machine with one replica each, and what one entry makes of them. Run as a program.
+"""Two Ray nodes on this machine with one replica each, and the load that one entry node gives them. Run as a program.
 
 Prints one JSON object: requests by node with Serve's own router and with ours, and the nodes that one session met. The
 replica is a few lines that sleep, because the subject is routing; it runs behind the real proxy with the real router.

@@ -4,8 +4,9 @@
 
 Owns the run: a copy of the tree, a sample of mutants, the tests of each, the report. The working tree is only read.
 The tests are those that mirror the folder (`tests/<folder>`) and those that EXTRA names, the quick ones first, as long
-as they fit in `--budget` CPU seconds together. A fresh interpreter imports for longer than most tests run, so
-one process imports everything outside the project once and forks for each mutant.
+as they fit in `--budget` CPU seconds together. Those of the changed module (`test_<module>*.py`) run before the others.
+The first failure ends the run. A fresh interpreter imports for longer than most tests run, so one process imports
+everything outside the project once and forks for each mutant.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,11 +71,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sample = choose(tree, options.folder, options.num, options.seed)
         numbers = [int(number) for number in options.only.split(",") if number] or range(len(sample))
         tests = tests_of(tree, options.folder, options.tests)
-        chosen, left_out, seconds = choose_tests(tree, tests, options.budget, options.without)
+        chosen, left_out = choose_tests(tree, tests, options.budget, options.without)
+        seconds = sum(chosen.values())
         print(f"{len(chosen)} tests, {seconds:.0f} s; {len(left_out)} left out of the budget", flush=True)
         results = []
         for number in numbers:
-            result = try_mutant(tree, sample[number], chosen, limit_s=15 + 3 * seconds)
+            result = try_mutant(tree, sample[number], chosen)
             results.append(result)
             print(
                 f"#{number} {result.verdict} {result.seconds:.1f} s {sample[number].path}:{sample[number].line}",
@@ -124,10 +126,13 @@ def tests_of(tree: Path, folder: str, further: Sequence[str]) -> list[str]:
     return tests
 
 
-def choose_tests(tree: Path, tests: Sequence[str], budget: float, without: str) -> tuple[list[str], list[str], float]:
-    """Run the tests once, unchanged: those that fit the budget, the quick ones first, the others, and their seconds.
+def choose_tests(tree: Path, tests: Sequence[str], budget: float, without: str) -> tuple[dict[str, float], list[str]]:
+    """Run the tests once, unchanged.
 
     Also imports everything that they need from outside the project into this process.
+
+    Returns:
+        The tests that fit the budget with their CPU seconds, the quick ones first, and the others.
     """
     selection = ["-k", f"not ({without})"] if without else []
     status, report = run_tests(tree, [*selection, *tests], limit_s=3600, record=True)
@@ -138,25 +143,40 @@ def choose_tests(tree: Path, tests: Sequence[str], budget: float, without: str) 
             __import__(name)
         except ImportError:
             continue
-    chosen, seconds = [], 0.0
+    chosen: dict[str, float] = {}
     ordered = sorted(report["seconds"].items(), key=lambda item: item[1])
-    while ordered and seconds + ordered[0][1] <= budget:
+    while ordered and sum(chosen.values()) + ordered[0][1] <= budget:
         test, took = ordered.pop(0)
-        chosen.append(test)
-        seconds += took
-    return chosen, [test for test, _ in ordered], seconds
+        chosen[test] = took
+    return chosen, [test for test, _ in ordered]
 
 
-def try_mutant(tree: Path, mutant: Mutant, tests: Sequence[str], *, limit_s: float) -> Result:
+def groups(module: str, tests: Iterable[str]) -> list[list[str]]:
+    """The tests of the changed module, then the others, each in the given order."""
+    own, others = [], []
+    for test in tests:
+        file = Path(test.partition("::")[0])
+        is_own = file.stem.startswith(f"test_{Path(module).stem}") and str(file.parent).endswith(
+            str(Path(module).parent)
+        )
+        (own if is_own else others).append(test)
+    return [group for group in (own, others) if group]
+
+
+def try_mutant(tree: Path, mutant: Mutant, tests: Mapping[str, float]) -> Result:
     """Run the tests over one change, and take it back."""
     path = tree / mutant.path
     source = path.read_text()
     for stale in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
         stale.unlink()  # it is told from a fresh one by size and whole seconds only
     begin = time.monotonic()
+    status = 0
     try:
         path.write_text(mutant.apply(source))
-        status, _ = run_tests(tree, tests, limit_s=limit_s, record=False)
+        for group in groups(mutant.path, tests):
+            if status == 0:
+                limit_s = 15 + 3 * sum(tests[test] for test in group)
+                status, _ = run_tests(tree, group, limit_s=limit_s, record=False)
     finally:
         path.write_text(source)
     verdict = {0: "survived", TIMEOUT: "timeout"}.get(status, "noticed")

@@ -1,4 +1,4 @@
-"""Where two greedy continuations part, and whether that is a near-tie: sums in another order may flip one."""
+"""Where two greedy continuations diverge, and whether it is a near-tie, which sums in another order may flip."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def assert_same_or_near_tie(
     """Compare token by token.
 
     Args:
-        model: of `transformers`, fp32, that judges the gap.
+        model: of `transformers`, fp32; its logits give the gap.
         name: printed with a divergence.
 
     Returns:
         Whether both are identical.
 
     Raises:
-        AssertionError: they part where the logits are not within `bound` of each other.
+        AssertionError: they diverge where the logits are not within `bound` of each other.
     """
     for index, (ours, theirs) in enumerate(zip(got, expected, strict=False)):
         if ours != theirs:

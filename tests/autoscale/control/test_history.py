@@ -1,4 +1,4 @@
-"""The history adds reports up by second, keeps what it promises, and tells plans from each other by their settings."""
+"""The history sums reports per second, keeps them for the stated time, and distinguishes plans by their settings."""
 
 from __future__ import annotations
 

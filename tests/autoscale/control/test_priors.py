@@ -161,5 +161,5 @@ def test_priors_longer_than_max_k_fill_its_positions_and_shorter_ones_leave_the_
     assert acceptance.by_position("cool").tolist() == [0.5, 0.5]
     acceptance = Acceptance(3, [0.5])
     acceptance.adopt([Prior(method="draft_model", workload="hot", rates=(0.9,), weights=(2.0,))])
-    # Two observations are half of what a prior is worth; a position further on is as far off as the one before.
+    # A weight of 2 is half of PRIOR_STRENGTH, so the rate is the mean of 0.9 and 0.5.
     assert acceptance.by_position("hot").tolist() == pytest.approx([0.7, 0.5, 0.5])

@@ -21,7 +21,7 @@ def test_positions_behind_a_rejection_count_as_nothing() -> None:
 
 
 def test_a_position_not_reached_for_long_follows_the_positions_before_it() -> None:
-    """Otherwise a load whose drafts were bad once would never get deep drafts again."""
+    """Otherwise a workload whose drafts were rejected for a while would never get deep drafts again."""
     acceptance = Acceptance(4, prior=(0.8,))
     for _ in range(300):
         acceptance.observe([RowOutcome(1, 4, 1, 10)])
@@ -91,7 +91,7 @@ def test_a_prior_longer_than_max_k_is_cut() -> None:
 
 
 def test_a_prior_shorter_than_max_k_leaves_the_default_behind_it() -> None:
-    """The default is scaled by what the position before it says against its own prior, here not at all."""
+    """The default is scaled by the previous position's ratio of rate to prior, which is 1 here."""
     acceptance = Acceptance(4, prior=(0.5, 0.4))
     acceptance.adopt([prior(0.9, 0.8)])
     assert acceptance.by_position("cool") == pytest.approx([0.9, 0.8, 0.4, 0.4])
@@ -103,7 +103,7 @@ def test_the_first_prior_may_be_longer_than_max_k() -> None:
 
 @pytest.mark.parametrize(("weight", "rate"), [(0.0, 0.5), (1.0, 0.6), (2.0, 0.7), (4.0, 0.9), (500.0, 0.9)])
 def test_a_prior_of_few_observations_counts_less(weight: float, rate: float) -> None:
-    """It is mixed with the default in the share of its weight in the strength of a prior."""
+    """Its share in the mean is weight / PRIOR_STRENGTH, at most 1. The rest is the default."""
     acceptance = Acceptance(1, prior=(0.5,))
     acceptance.adopt([prior(0.9, weight=weight)])
     assert acceptance.by_position("cool")[0] == pytest.approx(rate)

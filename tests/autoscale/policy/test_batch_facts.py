@@ -62,7 +62,7 @@ def test_workloads_are_indexed_for_arrays_and_lists() -> None:
 
 
 def test_unread_tokens_are_those_of_requests_less_what_the_draft_has_read() -> None:
-    """Each request gets one token in the next step anyway."""
+    """One token per request is subtracted, because the next step's draft request carries it."""
     observer = refreshed(request(1), request(2, num_prompt=30))
     assert observer.facts.num_unread == 10 + 30 - 2
     observer.observe([RowOutcome(1, 2, 1, 10), RowOutcome(2, 2, 1, 25)], ())

@@ -1,4 +1,4 @@
-"""What a step teaches in which the draft reads exactly one committed token."""
+"""What the cost model learns from a step in which the draft reads exactly one committed token."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_draft_of_one_token_teaches_the_draft_s_costs_as_well() -> None:
 
 
 def test_a_single_number_follows_the_mean_and_a_hiccup_counts_as_three_usual_ones() -> None:
-    """The overhead of plain steps, in milliseconds: the usual residual is that of the first step at first."""
+    """The overhead of plain steps, in milliseconds. The usual residual starts as that of the first step."""
     costs = drafting_model()
     seen = []
     for overhead_s in (0.002, 0.102, 0.0):
@@ -60,5 +60,5 @@ def test_a_single_number_follows_the_mean_and_a_hiccup_counts_as_three_usual_one
             structs.replace(make_step([], 1, step_s=0.01 + overhead_s), verify_s=0.01, sample_s=0.0, draft_s=0.0)
         )
         seen.append(costs.overhead_s)
-    # First all of it; then half of 3 ms in place of 100; then a third of the way back to 0.
+    # The first value; then half of a residual that is clipped from 100 to 3 ms; then a third of the way to 0.
     assert seen == pytest.approx([0.002, 0.002 + 0.003 / 2, 0.0035 * 2 / 3])

@@ -1,4 +1,4 @@
-"""Curves: never decreasing, learned at the rate that their uncertainty says, calm about hiccups."""
+"""Curves: never decreasing, corrected in proportion to their uncertainty, robust to outliers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KNOTS, VALUES = (1, 10, 100), (0.010, 0.100, 1.000)
 
 
 def steep_curve(*, measured: bool) -> Curve:
-    """Values so far apart that no correction of them disturbs their order."""
+    """Values so far apart that no correction changes their order."""
     return Curves([Points(knots=KNOTS, values=VALUES)], measured=measured)[0]
 
 

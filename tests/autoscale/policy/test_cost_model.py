@@ -1,4 +1,4 @@
-"""Costs of steps: close to a machine that changes, calm about hiccups, each part learned from its own figure."""
+"""Costs of steps: they follow a machine that changes, outliers move them little, each part has its own measurement."""
 
 from __future__ import annotations
 

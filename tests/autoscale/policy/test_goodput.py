@@ -238,7 +238,7 @@ def test_a_probe_of_acceptance_drafts_two_tokens_for_a_few_requests(batch: int, 
 
 
 def test_a_probe_where_costs_forbid_drafting_drafts_one_token_for_all() -> None:
-    """A pass of a second pays for no draft. The other requests would say that the batch is too large."""
+    """A pass takes a second, so no draft pays. A request that does not draft then has the reason `batch`."""
     table = CostTable(verify_s=tuple(1e-3 * rows for rows in ROW_KNOTS), pass_s=(1.0,) * len(BATCH_KNOTS))
     pacer = make_goodput("draft_model", MAX_K, table)
     batch = [request_of(1), replace(request_of(2), submit=disabled()), request_of(3)]
@@ -246,7 +246,7 @@ def test_a_probe_where_costs_forbid_drafting_drafts_one_token_for_all() -> None:
     for _ in range(1000):
         choices = pacer.choose(PLAN, batch, 0)
         found.add(tuple((choice.k, choice.reason) for choice in choices))
-        # The draft's acceptance stays as hopeful as at the start.
+        # No draft is observed, so the acceptance rates stay at their priors.
         pacer.observe(step_stats(step_s=0.1, verify_s=0.003, num_rows=3, num_decodes=3))
     off, probe = ((0, "batch"),) * 3, ((1, "probe"), (0, "batch"), (1, "probe"))
     baseline = ((0, "probe"),) * 3

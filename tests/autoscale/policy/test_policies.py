@@ -59,7 +59,7 @@ def test_the_pacer_follows_the_plan_in_force(policy: PolicyName, k: int) -> None
 
 
 def test_every_policy_observes_and_the_prediction_is_that_of_goodput() -> None:
-    """Ten requests that finish under `off` have taught `threshold` by the time it is chosen."""
+    """`threshold` also observes the ten requests that finish while `off` is in force."""
     pacer, alone = PolicyPacer(make_goodput("ngram", 5)), make_goodput("ngram", 5)
     for _ in range(10):
         pacer.choose(SpeculationPlan(policy="off"), requests(1), 0)

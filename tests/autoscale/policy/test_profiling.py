@@ -1,4 +1,4 @@
-"""The profile at start sees rows, context, draft passes and reading, and is cached for the same engine only."""
+"""The profile at start measures rows, context, draft passes and reading, and is cached for the same engine only."""
 
 from __future__ import annotations
 

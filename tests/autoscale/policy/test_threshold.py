@@ -1,4 +1,4 @@
-"""The ladder of policy `threshold`, by value."""
+"""The levels of K of the policy `threshold`, by value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The link from an engine to the controller: the plan follows the controller, and outlives it."""
+"""The link from an engine to the controller: the plan follows the controller, and stays in force after its end."""
 
 from __future__ import annotations
 

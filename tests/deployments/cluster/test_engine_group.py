@@ -69,7 +69,7 @@ class ProcessController(Controller):
 
 
 class FakeTarget:
-    """A target that starts unless `error` is set, and fails when told to."""
+    """A target that starts unless `error` is set, and fails when the test calls `die`."""
 
     def __init__(
         self, on_draft: Callable[[DraftStatus], None], on_failed: Callable[[str], None], error: Exception | None

@@ -89,7 +89,7 @@ class FakeShard:
 
 
 class World:
-    """A group, and everything that it made and said."""
+    """A group, and everything that it created and reported."""
 
     def __init__(self, *, fails_to_load: bool = False, draft: ModelConfig | None = None, **engine: Any) -> None:
         self.events: list[str] = []

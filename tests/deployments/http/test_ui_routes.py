@@ -78,7 +78,7 @@ def test_modules_import_only_what_is_served_and_what_is_exported() -> None:
 @pytest.mark.parametrize("path", served_files(), ids=lambda path: path.name)
 def test_no_file_reaches_outside_or_has_anything_inline(path: Any) -> None:
     text = path.read_text(encoding="utf-8")
-    # The library names its home in the first comment; an SVG names its namespace.
+    # The library's first comment contains its URL, and an SVG its namespace.
     text = re.sub(r"^/\*!.*?\*/", "", text, flags=re.DOTALL).replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"https?://|['\"(]//\w", text)
     if path.suffix == ".html":

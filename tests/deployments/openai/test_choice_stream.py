@@ -1,4 +1,4 @@
-"""Examples of what the deltas of one response come to, by value."""
+"""Examples of the text, tokens and usage of one response, by value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From bodies to what the engine gets: no number that a client may send breaks the choice of a token."""
+"""From bodies to what the engine gets: no number that a client may send makes sampling fail."""
 
 from __future__ import annotations
 

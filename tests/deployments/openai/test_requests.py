@@ -1,4 +1,4 @@
-"""Every option has a fate: understood, accepted because it changes nothing, or refused by name."""
+"""Every option is supported, accepted because its value changes nothing, or refused by name."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_neutral_values_and_nulls_are_accepted(base: dict[str, Any], neutral: di
 
 
 def test_every_field_of_a_body_is_read_or_may_only_be_neutral() -> None:
-    """A field that is declared, but that nobody reads, would be an option ignored in silence."""
+    """A declared field that no code reads would be an option that is ignored silently."""
     read = {
         *("model", "messages", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p", "stop", "seed"),
         *("stream", "stream_options", "stream_granularity", "speculative", "user", "n", "best_of", "top_k", "min_p"),

@@ -1,4 +1,4 @@
-"""Thoughts: split from the text however it was cut, shown in their own field, and followed by grammars and calls."""
+"""Reasoning: split from the text for any token boundaries, shown in its own field, followed by grammars and calls."""
 
 from __future__ import annotations
 

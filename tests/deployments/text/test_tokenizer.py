@@ -65,7 +65,7 @@ def test_text_survives_token_by_token_without_half_characters(codec: TextCodec, 
 @pytest.mark.parametrize("codec", [FAST, SLOW, FALLBACK], ids=["table", "window", "fallback"])
 @pytest.mark.parametrize("text", ["go 🙂", "中", "go é"])
 def test_an_end_inside_a_character_shows_nothing_of_it(codec: TextCodec, text: str) -> None:
-    """Every cut: by max_tokens, by a stop token, whatever; streams and whole responses never end in U+FFFD."""
+    """Whatever ends the response, max_tokens or a stop token: neither a stream nor a whole response ends in U+FFFD."""
     ids = list(codec.encode(text))
     for end in range(len(ids)):
         shown = "".join(stream(codec, ids[:end], list(range(end + 1))))
@@ -186,7 +186,7 @@ def test_stopped_streams_count_tokens_up_to_the_one_that_completes(
 def test_an_answer_of_text_alone_is_that_of_the_path_for_everything(
     data: st.DataObject, ids: list[int], stops: list[str]
 ) -> None:
-    """Most deltas take a shorter way; the longer one, here with a trace that nobody reads, is its twin."""
+    """Most deltas take the fast path. The slow path is its twin; a trace selects it here."""
     edges = data.draw(cuts(len(ids)))
     short = ChoiceStream(TextStream(FAST.detokenizer(), stops))
     long = ChoiceStream(TextStream(FAST.detokenizer(), stops), has_trace=True)

@@ -1,4 +1,4 @@
-"""Calls are found in a model's text in every form, however the text was cut, and all else stays text."""
+"""Calls of every form are found in a model's text, for any token boundaries, and everything else stays text."""
 
 from __future__ import annotations
 

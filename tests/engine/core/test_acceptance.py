@@ -71,12 +71,12 @@ def test_rejection_accepts_a_token_that_the_target_finds_as_likely_as_the_draft_
 
 
 def test_rejection_replaces_a_token_that_the_target_excludes() -> None:
-    """With top_k = 1 the target always says 2; the draft was sure of 0."""
+    """With top_k = 1 the target always chooses 2. The draft's probability of 0 was 1."""
     assert verify(DraftRow((0,)), SamplingParams(top_k=1)) == RowVerdict((2,), 0, "recovered")
 
 
 def test_rejection_draws_the_replacement_where_the_target_exceeds_the_draft() -> None:
-    """p is about (0.03, 0.09, 0.64, 0.24). The draft said 2 with 0.98: what exceeds it are 0, 1 and 3."""
+    """p is about (0.03, 0.09, 0.64, 0.24). q(2) is 0.98, so p exceeds q at 0, 1 and 3."""
     q = torch.tensor([[0.0, 0.0, 0.98, 0.02]])
     excess = (torch.softmax(LOGITS[0], dim=-1) - q[0]).clamp(min=0)
     seen = set()
@@ -102,7 +102,7 @@ def test_rejection_accepts_as_often_as_p_over_q() -> None:
 
 
 def test_the_draft_s_columns_stand_for_the_tokens_of_its_vocabulary() -> None:
-    """The draft knows tokens 3 and 0 only, and was sure of 0, its column 1: the target excludes it, or agrees on 3."""
+    """The draft's vocabulary is (3, 0). The target excludes 0, whose q is 1 in column 1. It accepts 3, where q = p."""
     vocab = torch.tensor([3, 0])
     row = DraftRow((0,), torch.tensor([[0.0, 1.0]]))
     assert verify(row, SamplingParams(top_k=1), vocab=vocab) == RowVerdict((2,), 0, "recovered")

@@ -135,7 +135,7 @@ def test_k_and_its_reason_by_the_request_s_limits(request_options: dict[str, Any
 
 
 def test_the_model_s_length_limits_k() -> None:
-    """After the prompt 4 tokens stand; the target adds one, so up to 3 of 8 may be drafted."""
+    """After the prefill 4 of 8 positions are in use. The target adds one token, so up to 3 may be drafted."""
     steps = Steps(KChoice(4, "plan"), max_model_len=8)
     steps.add(3)
     steps.step()

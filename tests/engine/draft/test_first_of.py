@@ -90,6 +90,6 @@ def test_the_model_drafts_only_where_nothing_is_found() -> None:
     for tokens in model.asked:
         earlier = [tokens[end - 2 : end] for end in range(2, len(tokens))]
         assert tokens[-2:] not in earlier
-    # Some forty greedy tokens out of five must repeat a pair, so that lookup had its turn as well.
+    # Forty greedy tokens from a vocabulary of five repeat a pair, so prompt lookup has drafted as well.
     assert len(model.asked) < 20
     assert len(model.forgotten) == 1

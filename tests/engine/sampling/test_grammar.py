@@ -1,6 +1,6 @@
-"""Answers match what was asked for: every finished one, whatever drafts it and however the schema looks.
+"""Every finished response matches its grammar, with every drafter and every schema.
 
-Schemas, patterns and lists are answered by SmolLM2 through the whole engine; `jsonschema` judges. On a toy, the mask is
+SmolLM2 responds to schemas, patterns and lists through the whole engine; `jsonschema` validates. On a toy, the mask is
 compared with the set of all texts in tests/engine/sampling/test_sampling.py; random schemas are in
 tests/engine/sampling/test_json_schema.py.
 """
@@ -86,7 +86,7 @@ def test_a_matcher_that_goes_back_is_where_it_was(seed: int) -> None:
         else:
             token = rng.choice(masks[-1]) if rng.random() < 0.9 else rng.randrange(END + 1)
             went_on = matcher.push(token)
-            # Where no token can stand the mask names the stop tokens, for want of others.
+            # Where no token is allowed, the mask has the stop tokens, since it must not be empty.
             is_dead_end = not matcher.is_complete and set(masks[-1]) == matcher.stop_token_ids
             assert went_on == (token in masks[-1]) or matcher.has_ended or is_dead_end
             if went_on:
@@ -181,7 +181,7 @@ def test_a_bad_grammar_ends_its_own_request_only() -> None:
 
 
 class HeldGrammars(Grammars):
-    """Compiles when it is let go."""
+    """Compiles only after `go` is set."""
 
     def __init__(self) -> None:
         super().__init__(lambda: xgrammar.TokenizerInfo(BYTE_VOCAB, vocab_size=END + 1, stop_token_ids=[END]))

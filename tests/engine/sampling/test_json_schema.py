@@ -1,6 +1,6 @@
-"""JSON schemas: every text that ends is valid, and what cannot be promised is refused.
+"""JSON schemas: every finished text is valid, and a schema that cannot be enforced is refused.
 
-Random schemas are walked token by token with random choices on a vocabulary of bytes and words; `jsonschema` judges.
+Random schemas are walked token by token with random choices on a vocabulary of bytes and words; `jsonschema` validates.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def walk(matcher: Matcher, rng: random.Random, most: int) -> str | None:
         tokens = [token for token in allowed(matcher) if token == END or _is_utf8(text + BYTE_VOCAB[token])]
         if not tokens:
             return None
-        # Ends are taken when they are offered, or most texts of an open schema would never end.
+        # A text ends as soon as it may. Otherwise most texts of an open schema would never end.
         closing = [token for token in tokens if token == END or BYTE_VOCAB[token] in (b'"', b"}", b"]", b'"}')]
         token = rng.choice(closing if closing and rng.random() < 0.6 else tokens)
         assert matcher.push(token)
@@ -52,7 +52,7 @@ names = st.sampled_from(["a", "b", "name", "é", "long name", 'q"'])
 
 
 def schemas() -> st.SearchStrategy[Any]:
-    """Of the kind that is promised, all keywords of it."""
+    """Schemas of the supported subset, with all its keywords."""
     number = st.integers(-20, 20)
     ordered = st.tuples(number, number).map(sorted)
     small = st.tuples(st.integers(0, 4), st.integers(0, 4)).map(sorted)

@@ -300,7 +300,7 @@ def test_a_cut_wider_than_the_head_equals_the_definition(top_k: int, top_p: floa
     assert torch.equal(warped, warp(logits, samplings, nucleus="sort"))
     for row, probs in zip(logits, warped, strict=True):
         expected = torch.from_numpy(target_distribution(row.numpy(), sampling))
-        assert (probs.double() - expected).abs().sum() < 2e-3  # one token at the rim may differ by rounding
+        assert (probs.double() - expected).abs().sum() < 2e-3  # one token at the threshold may differ by rounding
 
 
 def test_equally_likely_tokens_are_kept_or_left_out_together() -> None:
@@ -313,7 +313,7 @@ def test_equally_likely_tokens_are_kept_or_left_out_together() -> None:
 
 
 def test_options_reach_the_draft_or_are_counted() -> None:
-    """A request whose options do not fit is drafted for by nobody, with the reason; its neighbours are not touched."""
+    """A request whose options do not fit gets no draft, with the reason. Other requests are unchanged."""
     target = ToyModel(vocab_size=VOCAB)
     drafter = toy_drafter(ToyModel(vocab_size=VOCAB), spelling=SPELLING)
     drafter._max_options = 250

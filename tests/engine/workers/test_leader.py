@@ -1,4 +1,4 @@
-"""The leader over a tiny model: it serves from its constructor on, says how it ends, and connects only real drafts."""
+"""The leader over a tiny model: it serves once constructed, reports how it ended, and connects only real drafts."""
 
 from __future__ import annotations
 
