@@ -3,15 +3,17 @@
     python tests/support/mutants.py engine/core --num 50 --seed 1
 
 Owns the run: a copy of the tree, a sample of mutants, the tests of each, the report. The working tree is only read.
-The tests are those that mirror the folder (`tests/<folder>`) and those that EXTRA names, the quick ones first, as long
-as they fit in `--budget` CPU seconds together. Those of the changed module (`test_<module>*.py`) run before the others.
-The first failure ends the run. A fresh interpreter imports for longer than most tests run, so one process imports
-everything outside the project once and forks for each mutant.
+The tests are those that mirror the folder (`tests/<folder>`) and those that EXTRA names. They run once, unchanged, to
+record what each of them calls. A mutant gets the tests that call the changed function: first those of the changed
+module (`test_<module>*.py`), then the others, the quick ones first, as long as they fit in `--budget` CPU seconds
+together. The first failure ends the run. A fresh interpreter imports for longer than most tests run, so one process
+imports everything outside the project once and forks for each mutant.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import random
@@ -22,11 +24,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mutation import Mutant, mutants
+from recorder import TIMER_SIGNALS, Bound, Recorder
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("autoscale", "bench", "dashboards", "deployments", "distill", "engine", "paceline", "tests")
@@ -46,12 +50,26 @@ MEMORY_BYTES = 12 << 30
 
 
 @dataclass(frozen=True)
+class Record:
+    """What the tests do while nothing is changed."""
+
+    seconds: dict[str, float]
+    """CPU seconds of each test, by pytest's name of it."""
+    calls: dict[str, list[str]]
+    """Functions of the project that each test calls, as `file:line`."""
+    modules: list[str]
+    """Modules from outside the project that the tests import."""
+
+
+@dataclass(frozen=True)
 class Result:
     """What the tests said to one mutant."""
 
     mutant: Mutant
     verdict: str
     """`noticed`, `timeout` or `survived`."""
+    num_tests: int
+    """Tests that call the changed function."""
     seconds: float
 
 
@@ -60,28 +78,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", help="folder or file whose code is changed, such as engine/core")
     parser.add_argument("--num", type=int, default=50, help="mutants to try (default: 50)")
     parser.add_argument("--seed", type=int, default=1, help="names the sample (default: 1)")
-    parser.add_argument("--only", default="", help="numbers of the sample to try, such as 3,17 (default: all)")
+    parser.add_argument("--only", default="", help="numbers of the sample to try, such as 3,17 or 20-39 (default: all)")
     parser.add_argument("--tests", nargs="*", default=[], help="further test files or folders")
     parser.add_argument("--without", default="", help="tests to leave out, as an expression of pytest -k")
     parser.add_argument("--budget", type=float, default=60.0, help="CPU seconds of tests per mutant (default: 60)")
+    parser.add_argument("--record", type=Path, help="file that keeps what the tests call; read if it exists")
     parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         tree = copy_tree(options.root, Path(folder))
         sample = choose(tree, options.folder, options.num, options.seed)
-        numbers = [int(number) for number in options.only.split(",") if number] or range(len(sample))
         tests = tests_of(tree, options.folder, options.tests)
-        chosen, left_out = choose_tests(tree, tests, options.budget, options.without)
-        seconds = sum(chosen.values())
-        print(f"{len(chosen)} tests, {seconds:.0f} s; {len(left_out)} left out of the budget", flush=True)
+        record = record_tests(tree, tests, options.without, options.record)
+        print(f"{len(record.seconds)} tests, {sum(record.seconds.values()):.0f} s", flush=True)
         results = []
-        for number in numbers:
-            result = try_mutant(tree, sample[number], chosen)
+        for number in numbers_of(options.only, len(sample)):
+            chosen = choose_tests(tree, sample[number], record, options.budget)
+            result = try_mutant(tree, sample[number], chosen, record)
             results.append(result)
-            print(
-                f"#{number} {result.verdict} {result.seconds:.1f} s {sample[number].path}:{sample[number].line}",
-                flush=True,
-            )
+            place = f"{sample[number].path}:{sample[number].line}"
+            print(f"#{number} {result.verdict} {result.num_tests} tests {result.seconds:.1f} s {place}", flush=True)
             if result.verdict == "survived":
                 print(sample[number].diff((tree / sample[number].path).read_text()), flush=True)
     num_survived = sum(result.verdict == "survived" for result in results)
@@ -89,6 +105,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     share = 1 - num_survived / max(1, len(results))
     print(f"{options.folder}: {len(results)} mutants, {share:.0%} noticed, {num_late} of them by a timeout")
     return 0
+
+
+def numbers_of(only: str, num: int) -> list[int]:
+    """The numbers of `--only`; all of the sample where it is empty."""
+    found: list[int] = []
+    for part in filter(None, only.split(",")):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return [number for number in found if number < num] if only else list(range(num))
 
 
 def copy_tree(root: Path, folder: Path) -> Path:
@@ -126,44 +151,62 @@ def tests_of(tree: Path, folder: str, further: Sequence[str]) -> list[str]:
     return tests
 
 
-def choose_tests(tree: Path, tests: Sequence[str], budget: float, without: str) -> tuple[dict[str, float], list[str]]:
-    """Run the tests once, unchanged.
+def record_tests(tree: Path, tests: Sequence[str], without: str, kept: Path | None) -> Record:
+    """Run the tests once, unchanged, or read what an earlier run has kept.
 
     Also imports everything that they need from outside the project into this process.
-
-    Returns:
-        The tests that fit the budget with their CPU seconds, the quick ones first, and the others.
     """
-    selection = ["-k", f"not ({without})"] if without else []
-    status, report = run_tests(tree, [*selection, *tests], limit_s=3600, record=True)
-    if status != 0:
-        raise SystemExit(f"mutants: the tests fail before any change:\n{(tree / 'mutants.log').read_text()[-4000:]}")
-    for name in report["modules"]:
+    if kept is not None and kept.is_file():
+        record = Record(**json.loads(kept.read_text()))
+    else:
+        selection = ["-k", f"not ({without})"] if without else []
+        status, report = run_tests(tree, [*selection, *tests], limit_s=3600)
+        if status != 0:
+            log = (tree / "mutants.log").read_text()[-4000:]
+            raise SystemExit(f"mutants: the tests fail before any change:\n{log}")
+        record = Record(**report)
+        if kept is not None:
+            kept.write_text(json.dumps(report))
+    for name in record.modules:
         try:
             __import__(name)
         except ImportError:
             continue
-    chosen: dict[str, float] = {}
-    ordered = sorted(report["seconds"].items(), key=lambda item: item[1])
-    while ordered and sum(chosen.values()) + ordered[0][1] <= budget:
-        test, took = ordered.pop(0)
-        chosen[test] = took
-    return chosen, [test for test, _ in ordered]
+    return record
 
 
-def groups(module: str, tests: Iterable[str]) -> list[list[str]]:
-    """The tests of the changed module, then the others, each in the given order."""
-    own, others = [], []
-    for test in tests:
-        file = Path(test.partition("::")[0])
-        is_own = file.stem.startswith(f"test_{Path(module).stem}") and str(file.parent).endswith(
-            str(Path(module).parent)
-        )
-        (own if is_own else others).append(test)
-    return [group for group in (own, others) if group]
+def choose_tests(tree: Path, mutant: Mutant, record: Record, budget: float) -> list[str]:
+    """The tests that call the changed function, in the order in which they run; those of the module outside of one."""
+    line = function_of((tree / mutant.path).read_text(), mutant.line)
+    name = f"{mutant.path}:{line}" if line is not None else f"{mutant.path}:"
+    found = [
+        test
+        for test, calls in record.calls.items()
+        if any(call == name if line is not None else call.startswith(name) for call in calls)
+    ]
+    module = Path(mutant.path)
+    own = f"tests/{module.parent}/test_{module.stem}"
+    found.sort(key=lambda test: (not test.startswith(own), record.seconds[test]))
+    seconds = 0.0
+    for index, test in enumerate(found):
+        seconds += record.seconds[test]
+        if seconds > budget:
+            return found[:index]
+    return found
 
 
-def try_mutant(tree: Path, mutant: Mutant, tests: Mapping[str, float]) -> Result:
+def function_of(source: str, line: int) -> int | None:
+    """First line, with decorators, of the innermost function whose body has a line; None outside of functions."""
+    found = None
+    for node in ast.walk(ast.parse(source)):  # outer functions come first
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            if node.body[0].lineno <= line <= node.end_lineno:
+                found = min([node.lineno, *[each.lineno for each in node.decorator_list]])
+    return found
+
+
+def try_mutant(tree: Path, mutant: Mutant, tests: Sequence[str], record: Record) -> Result:
     """Run the tests over one change, and take it back."""
     path = tree / mutant.path
     source = path.read_text()
@@ -173,44 +216,37 @@ def try_mutant(tree: Path, mutant: Mutant, tests: Mapping[str, float]) -> Result
     status = 0
     try:
         path.write_text(mutant.apply(source))
-        for group in groups(mutant.path, tests):
-            if status == 0:
-                limit_s = 15 + 3 * sum(tests[test] for test in group)
-                status, _ = run_tests(tree, group, limit_s=limit_s, record=False)
+        module = Path(mutant.path)
+        own = [test for test in tests if test.startswith(f"tests/{module.parent}/test_{module.stem}")]
+        # Collecting the files of the others takes longer than most of the module's own tests.
+        for group in (own, [test for test in tests if test not in own]):
+            if group and status == 0:
+                limit_s = 15 + 3 * sum(record.seconds[test] for test in group)
+                status, _ = run_tests(tree, group, limit_s=limit_s, record=record)
     finally:
         path.write_text(source)
     verdict = {0: "survived", TIMEOUT: "timeout"}.get(status, "noticed")
-    return Result(mutant, verdict, time.monotonic() - begin)
+    return Result(mutant, verdict, len(tests), time.monotonic() - begin)
 
 
-class _Recorder:
-    """A pytest plugin: CPU seconds of each test, which other processes on the machine do not change."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.process_time()
-
-    def pytest_runtest_logreport(self, report: object) -> None:
-        test, now = report.nodeid, time.process_time()  # type: ignore[attr-defined]
-        self.seconds[test] = self.seconds.get(test, 0.0) + now - self._last
-        self._last = now
-
-
-def run_tests(tree: Path, tests: Sequence[str], *, limit_s: float, record: bool) -> tuple[int, dict]:  # type: ignore[type-arg]
+def run_tests(
+    tree: Path, tests: Sequence[str], *, limit_s: float, record: Record | None = None
+) -> tuple[int, dict[str, Any]]:
     """Run pytest in a fork.
 
     Args:
         limit_s: bound on its CPU seconds; four times as long on the clock.
+        record: of the unchanged tests; None while it is made.
 
     Returns:
-        Its exit status, TIMEOUT after the limit, and what was recorded.
+        Its exit status, TIMEOUT after a bound, and what was recorded.
     """
     child = os.fork()
     if child == 0:
         status = 70
         try:
             resource.setrlimit(resource.RLIMIT_CPU, (int(limit_s), int(limit_s) + 1))
-            status = _run_here(tree, tests, record=record)
+            status = _run_here(tree, tests, record)
         finally:
             os._exit(status)
     status, deadline = None, time.monotonic() + 4 * limit_s
@@ -218,18 +254,19 @@ def run_tests(tree: Path, tests: Sequence[str], *, limit_s: float, record: bool)
         done, code = os.waitpid(child, os.WNOHANG)
         if done:
             status = os.waitstatus_to_exitcode(code)
-            status = TIMEOUT if status in (-signal.SIGXCPU, -signal.SIGKILL) else status
+            ends = (signal.SIGXCPU, signal.SIGKILL, *TIMER_SIGNALS)
+            status = TIMEOUT if -status in ends else status
         elif time.monotonic() > deadline:
             status = TIMEOUT
             os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
         else:
             time.sleep(0.02)
-    report = json.loads((tree / "mutants.json").read_text()) if record and status == 0 else {}
+    report = json.loads((tree / "mutants.json").read_text()) if record is None and status == 0 else {}
     return status, report
 
 
-def _run_here(tree: Path, tests: Sequence[str], *, record: bool) -> int:
+def _run_here(tree: Path, tests: Sequence[str], record: Record | None) -> int:
     """In the fork: the tests over the copy."""
     os.setpgid(0, 0)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
@@ -241,16 +278,18 @@ def _run_here(tree: Path, tests: Sequence[str], *, record: bool) -> int:
     os.dup2(log, 2)
     here = str(Path(__file__).parent)
     sys.path[:] = [str(tree), *[entry for entry in sys.path if entry not in ("", here, str(ROOT))]]
-    sys.dont_write_bytecode = not record
+    sys.dont_write_bytecode = record is not None
     import pytest
 
-    recorder = _Recorder()
+    recorder = Recorder(str(tree))
+    plugin = recorder if record is None else Bound(record.seconds)
     quiet = ["-p", "no:cacheprovider", "-x", "-q", "--no-header", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    status = pytest.main([*quiet, "-m", "not slow and not gpu and not ray", *tests], plugins=[recorder])
-    if record:
+    status = pytest.main([*quiet, "-m", "not slow and not gpu and not ray", *tests], plugins=[plugin])
+    if record is None:
         modules = [name for name in sys.modules if name.split(".")[0] not in (*PACKAGES, "__main__")]
         outside = [name for name in modules if _is_outside(name, tree)]
-        Path("mutants.json").write_text(json.dumps({"seconds": recorder.seconds, "modules": outside}))
+        report = {"seconds": recorder.seconds, "calls": recorder.calls(), "modules": outside}
+        Path("mutants.json").write_text(json.dumps(report))
     return int(status)
 
 

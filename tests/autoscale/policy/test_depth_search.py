@@ -30,3 +30,7 @@ def test_depths_stay_within_bounds() -> None:
         lower = list(search.depths(max_k, is_wide=False))
         search.is_wide(same_batch=True)
         assert [lower, list(search.depths(max_k, is_wide=False))] == expected
+
+
+def test_before_a_depth_was_found_it_is_one() -> None:
+    assert list(DepthSearch().depths(5, is_wide=False)) == [1, 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from autoscale.policy.cost_model import BATCH_KNOTS, ROW_KNOTS, CostTable
 from autoscale.policy.goodput import UNMEASURED
 from autoscale.policy.profiling import TableCache, newest_table, profile_draft, profile_target, still_holds
 from engine.core.step import ForwardInput
-from engine.draft.messages import DraftResponse, DraftResponseRow
+from engine.draft.messages import DraftRequestRow, DraftResponse, DraftResponseRow
 
 
 class TimedForward:
@@ -40,6 +41,127 @@ def test_the_profile_sees_rows_and_context() -> None:
     assert 1e-5 < (table.verify_s[6] - table.verify_s[0]) / 63 < 8e-5
     assert table.verify_s[-1] > table.verify_s[7], "rows past the limit are extrapolated with the last slope"
     assert 1e-6 < table.context_s < 4e-6
+
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""The knots within LIMITS."""
+
+
+class ListedForward:
+    """A forward that takes `seconds_of(rows, turn)` and lists its inputs."""
+
+    def __init__(self, seconds_of: Callable[[int, int], float]) -> None:
+        self.inputs: list[ForwardInput] = []
+        self.now_s = 0.0
+        self._seconds_of = seconds_of
+        self._num_calls: dict[tuple[int, int], int] = {}
+
+    def __call__(self, forward_input: ForwardInput) -> None:
+        self.inputs.append(forward_input)
+        rows, context = self.job_of(forward_input)
+        turn = self._num_calls.get((rows, context), 0)
+        self._num_calls[rows, context] = turn + 1
+        self.now_s += self._seconds_of(rows, turn)
+
+    @staticmethod
+    def job_of(forward_input: ForwardInput) -> tuple[int, int]:
+        """Rows, and cached tokens per span."""
+        return len(forward_input.token_ids), int(forward_input.kv_lens[0] - forward_input.q_lens[0])
+
+    def profile(self, **limits: int) -> CostTable:
+        return profile_target(self, **(LIMITS | limits), clock=lambda: self.now_s)
+
+
+def test_the_table_by_hand() -> None:
+    """Linear costs: a step of 0.5 ms, 20 us per row and 2 us per token of the context; 32 tokens of it per span."""
+    forward = TimedForward()
+    table = profile_target(forward, **LIMITS, clock=lambda: forward.now_s)
+    spans = [-(-rows // 4) for rows in ROWS]
+    expected = [0.0005 + 2e-5 * rows + 2e-6 * (rows + 32 * num) for rows, num in zip(ROWS, spans, strict=True)]
+    slope = (expected[-1] - expected[-2]) / 128
+    expected += [expected[-1] + slope * more for more in (256, 768, 1792)]
+    assert table.verify_s == pytest.approx(expected)
+    assert table.context_s == pytest.approx(2e-6)
+    assert table.pass_s == (0.0,) * len(BATCH_KNOTS)
+
+
+def test_jobs_take_turns_and_run_seven_times_each() -> None:
+    forward = ListedForward(lambda rows, turn: 0.001)
+    forward.profile()
+    jobs = [*((rows, 32) for rows in ROWS), (8, 512)]
+    assert [forward.job_of(each) for each in forward.inputs] == jobs * 7
+
+
+def test_forwards_of_more_than_50_ms_run_three_times() -> None:
+    forward = ListedForward(lambda rows, turn: 0.049 if rows < 64 else 0.051)
+    forward.profile()
+    runs = [forward.job_of(each)[0] for each in forward.inputs]
+    assert [runs.count(rows) for rows in (32, 64, 128, 256)] == [7, 3, 3, 3]
+
+
+def test_the_fastest_run_after_the_first_one_counts() -> None:
+    table = ListedForward(lambda rows, turn: (0.001, 0.009, 0.009, 0.004, 0.009, 0.009, 0.009)[turn]).profile()
+    assert table.verify_s[:9] == pytest.approx((0.004,) * 9)
+
+
+def test_a_forward_that_seems_slower_with_fewer_rows_takes_the_time_of_more_rows() -> None:
+    table = ListedForward(lambda rows, turn: {1: 0.005, 2: 0.003, 4: 0.002, 8: 0.004}.get(rows, 0.006)).profile()
+    assert table.verify_s[:5] == pytest.approx((0.002, 0.002, 0.002, 0.004, 0.006))
+
+
+def test_spans_have_four_rows_and_blocks_of_their_own() -> None:
+    forward = ListedForward(lambda rows, turn: 0.001)
+    forward.profile()
+    by_job = {forward.job_of(each): each for each in forward.inputs}
+    assert by_job[1, 32].q_lens.tolist() == [1]
+    assert by_job[8, 512].q_lens.tolist() == [4, 4]
+    assert by_job[8, 512].kv_lens.tolist() == [516, 516]
+    assert by_job[8, 512].positions.tolist() == [512, 513, 514, 515] * 2
+    assert by_job[8, 512].block_tables.tolist() == [list(range(1, 34)), list(range(34, 67))]
+    assert by_job[8, 512].slots.tolist() == [33 * 16, 33 * 16 + 1, 33 * 16 + 2, 33 * 16 + 3] + [
+        66 * 16 + offset for offset in range(4)
+    ]
+    assert [len(by_job[rows, 32].logit_rows) for rows in (64, 128, 256)] == [64, 128, 128]
+    assert by_job[8, 32].logit_rows.tolist() == list(range(8))
+
+
+def test_rows_are_spread_over_the_spans_that_the_limits_allow() -> None:
+    forward = ListedForward(lambda rows, turn: 0.001)
+    forward.profile(max_spans=3)
+    q_lens = {len(each.token_ids): each.q_lens.tolist() for each in forward.inputs}
+    assert q_lens[3] == [3], "the rows of the two contexts that are compared"
+    assert q_lens[16] == [6, 5, 5]
+
+
+@pytest.mark.parametrize(("num_blocks", "largest"), [(193, 256), (192, 128)])
+def test_forwards_that_do_not_fit_in_the_cache_are_left_out(num_blocks: int, largest: int) -> None:
+    """64 spans of 36 tokens take three blocks each; block 0 is not used."""
+    forward = ListedForward(lambda rows, turn: 1e-5 * rows)
+    table = forward.profile(num_blocks=num_blocks)
+    assert max(len(each.token_ids) for each in forward.inputs) == largest
+    assert table.verify_s[8] == pytest.approx(256e-5)
+
+
+def test_one_row_alone_gives_a_constant_table_without_context() -> None:
+    table = ListedForward(lambda rows, turn: 0.003).profile(max_rows=1)
+    assert table.verify_s == pytest.approx((0.003,) * len(ROW_KNOTS))
+    assert table.context_s == 0.0
+
+
+@pytest.mark.parametrize(("factor", "holds"), [(1.29, True), (1.31, False), (1 / 1.29, True), (1 / 1.31, False)])
+def test_a_cached_table_holds_within_thirty_percent(factor: float, holds: bool) -> None:
+    """The forward takes what the table says of its rows and its cached tokens, times a factor."""
+    table = CostTable(tuple(0.01 + 0.001 * rows for rows in ROW_KNOTS), (0.0,) * len(BATCH_KNOTS), context_s=1e-4)
+    now_s, seen = 0.0, set()
+
+    def forward(forward_input: ForwardInput) -> None:
+        nonlocal now_s
+        rows, num_cached = len(forward_input.token_ids), int((forward_input.kv_lens - forward_input.q_lens).sum())
+        seen.add((rows, num_cached))
+        now_s += factor * (0.01 + 0.001 * rows + 1e-4 * num_cached)
+
+    assert still_holds(table, forward, **LIMITS, clock=lambda: now_s) is holds
+    assert {(1, 32), (16, 128)} == seen
 
 
 def test_other_processes_hardly_disturb_the_profile() -> None:
@@ -86,6 +208,70 @@ def test_the_profile_of_the_draft_sees_passes_and_reading() -> None:
     assert table.pass_s[-1] > table.pass_s[4]
     assert abs(table.catch_up_s - 1e-5) < 1e-6
     assert table.handoff_s == 4e-5
+
+
+class ListedDraft:
+    """A draft that lists its requests. A pass over n sequences takes 1 + 0.1 n ms, and a token that is read 10 us."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int, int, int]] = []
+        """Rows, and first position, new tokens and k of each."""
+        self.keys: set[int] = set()
+        self.released: list[int] = []
+
+    def __call__(self, rows: Sequence[DraftRequestRow], released: Sequence[int]) -> DraftResponse:
+        self.released += released
+        num, call = len(rows), len(self.asked)
+        if rows:
+            self.asked.append((num, rows[0].start, len(rows[0].new_tokens), rows[0].k))
+            assert {(row.start, len(row.new_tokens), row.k) for row in rows} == {self.asked[-1][1:]}
+        self.keys |= {row.key for row in rows}
+        draft_s = sum(1e-5 * len(row.new_tokens) for row in rows) + max(
+            (row.k * (0.001 + 1e-4 * num) for row in rows), default=0.0
+        )
+        is_first_pass = call % 9 == 1
+        responses = tuple(DraftResponseRow((1,) * row.k) for row in rows)
+        return DraftResponse(1, 1, responses, 1e-6 if is_first_pass else draft_s, handoff_s=1e-5 * (call % 9))
+
+
+def test_the_draft_table_by_hand() -> None:
+    """Four passes per request, so a quarter of the token that is read belongs to a pass. The first request warms up."""
+    draft = ListedDraft()
+    table = profile_draft(draft, UNMEASURED, max_rows=64, max_k=5)
+    assert table.pass_s == pytest.approx([0.001 + 1e-4 * batch + 2.5e-6 * batch for batch in BATCH_KNOTS])
+    assert table.catch_up_s == pytest.approx(1e-5)
+    assert table.handoff_s == pytest.approx(4e-5), "the median of 10 to 70 us"
+    assert table.verify_s == UNMEASURED.verify_s
+
+
+def test_the_requests_of_the_draft_profile() -> None:
+    """One token to begin, seven drafts, the reading of 32 tokens; then the next batch size with the keys released."""
+    draft = ListedDraft()
+    profile_draft(draft, UNMEASURED, max_rows=3, max_k=2)
+    one_size = [(0, 1, 0), *((start, 1, 2) for start in range(1, 8)), (8, 32, 0)]
+    assert draft.asked == [(num, *row) for num in (1, 3) for row in one_size]
+    assert draft.keys == {(1 << 62) + index for index in range(3)}, "above the key of every real request"
+    assert draft.released == [(1 << 62) + index for index in (0, 0, 1, 2)]
+
+
+def test_a_draft_of_one_row_gives_a_constant_table() -> None:
+    table = profile_draft(ListedDraft(), UNMEASURED, max_rows=1, max_k=9)
+    assert table.pass_s == pytest.approx([0.001 + 1e-4 + 2.5e-6] * len(BATCH_KNOTS))
+
+
+def test_a_table_that_cannot_be_stored_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    table = CostTable((0.001,) * len(ROW_KNOTS), (0.0,) * len(BATCH_KNOTS))
+    cache = TableCache(tmp_path / "file" / "costs", {})
+    cache.store(table)
+    assert cache.load() is None
+
+
+@pytest.mark.parametrize(("rows", "batches"), [(1, 0), (-1, 0), (0, 1), (0, -1)])
+def test_a_cached_table_with_other_knots_is_not_used(tmp_path: Path, rows: int, batches: int) -> None:
+    cache = TableCache(tmp_path / "a" / "costs", {})
+    cache.store(CostTable((0.001,) * (len(ROW_KNOTS) + rows), (0.0,) * (len(BATCH_KNOTS) + batches)))
+    assert cache.load() is None
 
 
 def test_a_table_is_cached_for_the_same_engine_only(tmp_path: Path) -> None:

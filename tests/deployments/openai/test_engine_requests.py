@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from tiny_tokenizer import byte_level
 from tokenizers import AddedToken
 
+from deployments.errors import ContextLengthExceeded
 from deployments.openai.engine_requests import MIN_TEMPERATURE, make_submits
 from deployments.openai.requests import ChatBody, CompletionBody
 from deployments.text.tokenizer import TextCodec
 from engine.errors import InvalidRequest
+from engine.messages import GrammarSpec, SamplingParams, SpeculativeOptions
 from engine.sampling.distribution import draw, gumbel, most_likely, warp
 from engine.sampling.row_sampling import RowSampling
 
@@ -103,3 +105,168 @@ def test_a_suffix_fills_in_the_middle_where_the_tokenizer_has_tokens_for_it() ->
 
 def test_an_empty_suffix_is_absent() -> None:
     assert make_submits(completion(suffix=""), "r", CODEC, LIMITS) == make_submits(completion(), "r", CODEC, LIMITS)
+
+
+def chat(**fields: Any) -> ChatBody:
+    return ChatBody.model_validate_json(json.dumps({**CHAT, **fields}))
+
+
+def test_without_options_the_engine_gets_the_model_s_own_distribution() -> None:
+    (submit,) = make_submits(completion(), "r", CODEC, LIMITS)
+    assert submit.request_id == "r"
+    assert submit.prompt == CODEC.encode("go ")
+    assert submit.sampling == SamplingParams(max_tokens=16, stop_token_ids=CODEC.eos_token_ids)
+    assert submit.speculative == SpeculativeOptions(enabled=True, max_k=None)
+
+
+def test_every_option_reaches_the_engine_by_value() -> None:
+    other = next(i for i in range(10) if i not in CODEC.eos_token_ids)
+    (eos,) = CODEC.eos_token_ids
+    (submit,) = make_submits(
+        completion(
+            temperature=0.5,
+            top_p=0.25,
+            top_k=7,
+            min_p=0.125,
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+            repetition_penalty=1.5,
+            logit_bias={"5": 2},
+            seed=11,
+            max_tokens=9,
+            min_tokens=3,
+            stop_token_ids=[other, eos],
+            logprobs=2,
+            guided_regex="a+",
+            speculative={"enabled": False, "max_k": 3},
+        ),
+        "r",
+        CODEC,
+        LIMITS,
+    )
+    assert submit.sampling == SamplingParams(
+        temperature=0.5,
+        top_p=0.25,
+        top_k=7,
+        min_p=0.125,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.5,
+        logit_bias=((5, 2.0),),
+        max_tokens=9,
+        min_tokens=3,
+        seed=11,
+        stop_token_ids=(eos, other),
+        num_logprobs=2,
+        num_prompt_logprobs=None,
+        grammar=GrammarSpec(kind="regex", text="a+"),
+    )
+    assert submit.speculative == SpeculativeOptions(enabled=False, max_k=3)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(-1, 0), (0, 0), (1, 1), (None, 0)])
+def test_no_top_k_is_zero(given: int | None, expected: int) -> None:
+    assert make_submits(completion(top_k=given), "r", CODEC, LIMITS)[0].sampling.top_k == expected
+
+
+def test_zero_is_not_the_default() -> None:
+    """0 is a value of these options, and the neutral one of some of them only."""
+    (submit,) = make_submits(completion(temperature=0, min_p=0, presence_penalty=0, seed=0), "r", CODEC, LIMITS)
+    assert (submit.sampling.temperature, submit.sampling.seed) == (0.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [(None, 1.0), (MIN_TEMPERATURE, 1e-5), (math.nextafter(MIN_TEMPERATURE, 0), 0.0), (2, 2.0)]
+)
+def test_the_least_temperature_that_is_not_greedy(given: float | None, expected: float) -> None:
+    assert make_submits(completion(temperature=given), "r", CODEC, LIMITS)[0].sampling.temperature == expected
+
+
+def test_ignoring_eos_leaves_the_request_s_own_stop_tokens() -> None:
+    (submit,) = make_submits(completion(ignore_eos=True, stop_token_ids=[3]), "r", CODEC, LIMITS)
+    assert submit.sampling.stop_token_ids == (3,)
+    with pytest.raises(InvalidRequest, match="cannot be combined with guided_regex") as caught:
+        make_submits(completion(ignore_eos=True, guided_regex="a"), "r", CODEC, LIMITS)
+    assert caught.value.field == "ignore_eos"
+
+
+def test_each_choice_of_each_prompt_has_an_id_and_the_next_seed() -> None:
+    submits = make_submits(completion(prompt=["go", "stop"], n=3, seed=2**63 - 2), "r", CODEC, LIMITS)
+    assert [submit.request_id for submit in submits] == ["r", "r-1", "r-2", "r-3", "r-4", "r-5"]
+    assert [submit.prompt for submit in submits] == [CODEC.encode("go")] * 3 + [CODEC.encode("stop")] * 3
+    assert [submit.sampling.seed for submit in submits] == [2**63 - 2, 2**63 - 1, -(2**63)] * 2
+    assert {submit.sampling.seed for submit in make_submits(completion(n=2), "r", CODEC, LIMITS)} == {None}
+
+
+def test_an_echo_with_log_probabilities_scores_the_prompt() -> None:
+    (submit,) = make_submits(completion(echo=True, logprobs=2, max_tokens=0), "r", CODEC, LIMITS)
+    assert (submit.sampling.num_logprobs, submit.sampling.num_prompt_logprobs) == (2, 2)
+    assert submit.sampling.max_tokens == 1, "scoring takes one step, whose token is dropped"
+    assert make_submits(completion(echo=True), "r", CODEC, LIMITS)[0].sampling.num_prompt_logprobs is None
+    (submit,) = make_submits(chat(logprobs=True, top_logprobs=3), "r", CODEC, LIMITS)
+    assert (submit.sampling.num_logprobs, submit.sampling.num_prompt_logprobs) == (3, None)
+    assert make_submits(chat(logprobs=True), "r", CODEC, LIMITS)[0].sampling.num_logprobs == 0
+
+
+def test_the_number_of_tokens_is_what_is_set_or_what_the_context_leaves() -> None:
+    num_prompt = len(make_submits(chat(), "r", CODEC, LIMITS)[0].prompt)
+    room = LIMITS.max_model_len - num_prompt
+
+    def found(body: ChatBody | CompletionBody, *, strict: bool = False) -> int:
+        return make_submits(body, "r", CODEC, replace(LIMITS, strict_max_tokens=strict))[0].sampling.max_tokens
+
+    assert found(chat()) == room
+    assert found(completion()) == 16
+    assert found(completion(prompt=[5] * (LIMITS.max_model_len - 3))) == 3
+    assert found(chat(max_tokens=5)) == found(chat(max_completion_tokens=5)) == 5
+    assert found(chat(max_tokens=room + 1)) == room
+    assert found(chat(max_tokens=room), strict=True) == room
+    for field in ("max_tokens", "max_completion_tokens"):
+        with pytest.raises(ContextLengthExceeded, match=f"{field} is {room + 1}.*; {room} are left") as caught:
+            found(chat(**{field: room + 1}), strict=True)
+        assert caught.value.field == field
+
+
+def test_min_tokens_beyond_the_tokens_that_may_be_generated_are_refused() -> None:
+    assert make_submits(completion(min_tokens=16), "r", CODEC, LIMITS)[0].sampling.min_tokens == 16
+    with pytest.raises(InvalidRequest, match="min_tokens is 17, but at most 16") as caught:
+        make_submits(completion(min_tokens=17), "r", CODEC, LIMITS)
+    assert caught.value.field == "min_tokens"
+
+
+@pytest.mark.parametrize("field", ["logit_bias", "stop_token_ids"])
+def test_token_ids_outside_the_vocabulary_are_refused_by_field(field: str) -> None:
+    last = LIMITS.vocab_size - 1
+    values = {"logit_bias": {str(last): 1}, "stop_token_ids": [last]}
+    make_submits(completion(**{field: values[field]}), "r", CODEC, LIMITS)
+    values = {"logit_bias": {str(last + 1): 1}, "stop_token_ids": [last + 1]}
+    with pytest.raises(
+        InvalidRequest, match=f"{field}: token id {last + 1} at index 0 is outside 0 to {last}"
+    ) as caught:
+        make_submits(completion(**{field: values[field]}), "r", CODEC, LIMITS)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field", "message"),
+    [
+        ("", "prompt", "prompt must hold at least one token"),
+        (["a", ""], "prompt", r"prompt\[1\] must hold at least one token"),
+        ([5, -1], "prompt", "prompt: token id -1 at index 1"),
+        ([5] * 256, "prompt", "maximum context length is 256 tokens. prompt has 256"),
+        ([[5], [10**30]], "prompt", r"prompt\[1\]: token id a very large number at index 0"),
+    ],
+)
+def test_prompts_that_do_not_fit_are_refused(prompt: object, field: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        make_submits(completion(prompt=prompt), "r", CODEC, LIMITS)
+    assert caught.value.field == field
+
+
+def test_the_longest_prompts() -> None:
+    (submit,) = make_submits(completion(prompt=[5] * 255), "r", CODEC, LIMITS)
+    assert (len(submit.prompt), submit.sampling.max_tokens) == (255, 1)
+    limits = replace(LIMITS, max_prompt_tokens=10)
+    assert len(make_submits(completion(prompt=[5] * 10), "r", CODEC, limits)[0].prompt) == 10
+    with pytest.raises(ContextLengthExceeded, match="at most 10 tokens, but prompt has 11"):
+        make_submits(completion(prompt=[5] * 11), "r", CODEC, limits)
