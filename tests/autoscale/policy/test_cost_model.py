@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 from step_stats import make_step
 
-from autoscale.policy.cost_model import CostModel
+from autoscale.policy.cost_model import BATCH_KNOTS, ROW_KNOTS, CostModel
 from autoscale.policy.goodput import UNMEASURED
 from autoscale.simulation.hardware import cpu_table
 from autoscale.simulation.simulator import Simulation, Workload
@@ -147,3 +147,8 @@ def test_a_measured_table_replaces_what_was_learned() -> None:
         cost.observe(step(rows=1, verify_s=0.1, rest_s=0.0))
     cost.measured(cpu_table())
     assert cost.table() == cpu_table()
+
+
+def test_knots_double_from_one_to_the_largest_step_and_batch() -> None:
+    assert tuple(2**power for power in range(12)) == ROW_KNOTS
+    assert tuple(2**power for power in range(9)) == BATCH_KNOTS

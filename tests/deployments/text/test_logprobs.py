@@ -18,8 +18,8 @@ NAMES = {
 }
 RECORDS = (
     TokenRecord(1, 0, None),
-    TokenRecord(3, 1, TokenLogprobs(-0.5, ((3, -0.5), (2, -1.0), (1, -2.0)))),
-    TokenRecord(4, 2, TokenLogprobs(-math.inf, ((2, -0.25), (3, -1.5), (1, -math.inf)))),
+    TokenRecord(3, 1, TokenLogprobs(logprob=-0.5, top=((3, -0.5), (2, -1.0), (1, -2.0)))),
+    TokenRecord(4, 2, TokenLogprobs(logprob=-math.inf, top=((2, -0.25), (3, -1.5), (1, -math.inf)))),
 )
 
 
@@ -71,6 +71,6 @@ def test_completions_without_alternatives_have_none() -> None:
 
 
 def test_two_tokens_of_one_spelling_show_the_likelier_one() -> None:
-    record = TokenRecord(2, 0, TokenLogprobs(-3.0, ((1, -0.1),)))
+    record = TokenRecord(2, 0, TokenLogprobs(logprob=-3.0, top=((1, -0.1),)))
     (top,) = completion_logprobs((record,), lambda _: TokenName("x", b"x"), 1).top_logprobs or ()
     assert top == {"x": -0.1}
