@@ -35,22 +35,36 @@ def to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[
     """
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    starts: list[int] = []
-    size = 0
-    for array in arrays:
-        starts.append(size)
-        size += -(-array.nbytes // _ALIGN) * _ALIGN
-    packed = np.empty(max(size, _ALIGN), dtype=np.uint8)
-    for start, array in zip(starts, arrays, strict=True):
-        packed[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-    host = torch.from_numpy(packed)
+    host = pack(arrays)
     if torch.cuda.is_available():
         host = host.pin_memory()
-    memory = host.to(device, non_blocking=True)
-    return [
-        memory[start : start + array.nbytes].view(_DTYPES[array.dtype.name]).view(array.shape)
-        for start, array in zip(starts, arrays, strict=True)
-    ]
+    return unpack(host.to(device, non_blocking=True), arrays)
+
+
+def pack(arrays: Sequence[npt.NDArray[Any]]) -> torch.Tensor:
+    """[bytes] uint8 on the host: the arrays one after the other, each at a multiple of _ALIGN bytes."""
+    packed = np.empty(max(sum(map(_room, arrays)), _ALIGN), dtype=np.uint8)
+    start = 0
+    for array in arrays:
+        packed[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+        start += _room(array)
+    return torch.from_numpy(packed)
+
+
+def unpack(memory: torch.Tensor, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
+    """The tensors of `pack` in its memory, which may have been copied to another device."""
+    tensors: list[torch.Tensor] = []
+    start = 0
+    for array in arrays:
+        part = memory[start : start + array.nbytes]
+        tensors.append(part.view(_DTYPES[array.dtype.name]).view(array.shape))
+        start += _room(array)
+    return tensors
+
+
+def _room(array: npt.NDArray[Any]) -> int:
+    """Bytes that an array takes in the packed memory."""
+    return -(-array.nbytes // _ALIGN) * _ALIGN
 
 
 def to_host(tensors: Sequence[torch.Tensor]) -> list[npt.NDArray[Any]]:
@@ -60,12 +74,21 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[npt.NDArray[Any]]:
     """
     if not tensors or tensors[0].device.type == "cpu":
         return [tensor.numpy() for tensor in tensors]
-    words = [tensor.contiguous().view(-1).view(torch.int32) for tensor in tensors]
-    packed = torch.cat(words).cpu().numpy()
+    return unpack_words(pack_words(tensors).cpu().numpy(), tensors)
+
+
+def pack_words(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[words] int32 on the device: the tensors one after the other."""
+    return torch.cat([tensor.contiguous().view(-1).view(torch.int32) for tensor in tensors])
+
+
+def unpack_words(packed: npt.NDArray[np.int32], tensors: Sequence[torch.Tensor]) -> list[npt.NDArray[Any]]:
+    """The arrays of `pack_words`, in its memory on the host."""
     arrays: list[npt.NDArray[Any]] = []
     start = 0
-    for tensor, part in zip(tensors, words, strict=True):
-        flat = packed[start : start + part.numel()].view(str(tensor.dtype).removeprefix("torch."))
+    for tensor in tensors:
+        num_words = tensor.numel() * tensor.element_size() // packed.itemsize
+        flat = packed[start : start + num_words].view(str(tensor.dtype).removeprefix("torch."))
         arrays.append(flat.reshape(tensor.shape))
-        start += part.numel()
+        start += num_words
     return arrays

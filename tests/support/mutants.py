@@ -17,6 +17,7 @@ import ast
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -70,6 +71,8 @@ class Result:
     """`noticed`, `timeout` or `survived`."""
     num_tests: int
     """Tests that call the changed function."""
+    failed: str
+    """The test that failed; empty where none did or the tests could not be collected."""
     seconds: float
 
 
@@ -97,7 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result = try_mutant(tree, sample[number], chosen, record)
             results.append(result)
             place = f"{sample[number].path}:{sample[number].line}"
-            print(f"#{number} {result.verdict} {result.num_tests} tests {result.seconds:.1f} s {place}", flush=True)
+            print(
+                f"#{number} {result.verdict} {result.num_tests} tests {result.seconds:.1f} s {place} {result.failed}",
+                flush=True,
+            )
             if result.verdict == "survived":
                 print(sample[number].diff((tree / sample[number].path).read_text()), flush=True)
     num_survived = sum(result.verdict == "survived" for result in results)
@@ -226,7 +232,8 @@ def try_mutant(tree: Path, mutant: Mutant, tests: Sequence[str], record: Record)
     finally:
         path.write_text(source)
     verdict = {0: "survived", TIMEOUT: "timeout"}.get(status, "noticed")
-    return Result(mutant, verdict, len(tests), time.monotonic() - begin)
+    failed = re.search(r"^FAILED (\S+)", (tree / "mutants.log").read_text(), re.MULTILINE) if status == 1 else None
+    return Result(mutant, verdict, len(tests), failed[1] if failed else "", time.monotonic() - begin)
 
 
 def run_tests(

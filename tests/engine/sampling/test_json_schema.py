@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from engine.errors import InvalidRequest
 from engine.messages import GrammarSpec
 from engine.sampling.grammar import Matcher, validate_grammar
+from engine.sampling.json_schema import schema_problems
 
 
 def walk(matcher: Matcher, rng: random.Random, most: int) -> str | None:
@@ -149,3 +150,152 @@ def test_a_schema_that_cannot_be_promised_is_refused_with_the_place(schema: Any,
         validate_grammar(GrammarSpec(kind="json_schema", text=json.dumps(schema)), field="response_format")
     assert caught.value.field == "response_format"
     assert str(caught.value).startswith("response_format: ")
+
+
+ANNOTATIONS = (
+    *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"),
+    *("$schema", "$id", "$comment", "$anchor", "discriminator", "strict"),
+)
+ARRAY, OBJECT = {"type": "array"}, {"type": "object"}
+PROPERTIES = {"type": "object", "properties": {"a": {"type": "null"}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        {},
+        {"type": ["string", "null"]},
+        dict.fromkeys(ANNOTATIONS, "a"),
+        {"type": "integer", "minimum": 1, "exclusiveMaximum": 9},
+        {"type": "integer", "exclusiveMinimum": 1, "maximum": 9},
+        {"type": "integer", "multipleOf": 3},
+        {"type": "number", "minimum": 1, "exclusiveMaximum": 9},
+        {"type": "number", "exclusiveMinimum": 1, "maximum": 9},
+        {"type": "string", "minLength": 1, "maxLength": 9},
+        {"type": "string", "pattern": '[^"\\\\\n]'},
+        *(
+            {"type": "string", "format": name}
+            for name in ("date", "time", "date-time", "duration", "email", "hostname")
+        ),
+        *(
+            {"type": "string", "format": name}
+            for name in ("ipv4", "ipv6", "uuid", "uri", "uri-reference", "json-pointer")
+        ),
+        {**ARRAY, "items": {}, "minItems": 1, "maxItems": 9},
+        {**ARRAY, "prefixItems": [{}], "unevaluatedItems": False},
+        {"items": {"type": "null"}},
+        {"properties": {"a": {}}, "required": ["a"], "additionalProperties": False, "minProperties": 1},
+        {**OBJECT, "patternProperties": {"a": {}}, "maxProperties": 3},
+        {**OBJECT, "propertyNames": {"type": "string"}, "additionalProperties": {}, "maxProperties": 3},
+        {**OBJECT, "unevaluatedProperties": False},
+        {"$defs": {"a": {"type": "null"}}, "$ref": "#/$defs/a"},
+        {"definitions": {"a": {"type": "null"}}, "$ref": "#/definitions/a"},
+        {"anyOf": [{"type": "null"}, {"type": "null"}]},
+        {"oneOf": [{"type": "null"}, {"type": "string"}]},
+        {"allOf": [{"type": "null"}]},
+        {"enum": [1, "a", None], "type": ["integer", "string", "null"]},
+        {"enum": [True, [], {}], "type": ["boolean", "array", "object"]},
+        {"const": 1.5, "type": "number"},
+        {"const": 1, "type": "number"},
+        {"const": None, "type": "null"},
+    ],
+)
+def test_schemas_in_which_every_keyword_is_enforced(schema: Any) -> None:
+    assert list(schema_problems(schema)) == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "problems"),
+    [
+        (None, ["$: null given, a schema is an object or a boolean"]),
+        ({"type": "boolean", "minimum": 1}, ["$.minimum: needs a matching type in the same schema"]),
+        ({"type": "null", "a": 1}, ["$.a: is not supported"]),
+        ({"type": "number", "multipleOf": 2}, ["$.multipleOf: needs a matching type in the same schema"]),
+        (
+            {"type": "integer", "multipleOf": 2, "minimum": 1},
+            ["$: multipleOf together with minimum cannot be enforced"],
+        ),
+        (
+            {"type": "integer", "multipleOf": 2, "maximum": 1},
+            ["$: multipleOf together with maximum cannot be enforced"],
+        ),
+        (
+            {"type": "integer", "multipleOf": 2, "exclusiveMinimum": 1, "exclusiveMaximum": 2},
+            ["$: multipleOf together with exclusiveMinimum, exclusiveMaximum cannot be enforced"],
+        ),
+        (
+            {"type": "string", "pattern": "a", "minLength": 1, "maxLength": 2, "format": "date"},
+            [
+                "$: pattern together with minLength, maxLength, format cannot be enforced",
+                "$: format together with minLength, maxLength cannot be enforced",
+            ],
+        ),
+        (
+            {**OBJECT, "patternProperties": {}, "properties": {}, "additionalProperties": {}, "propertyNames": {}},
+            [
+                "$: patternProperties together with properties, additionalProperties, propertyNames cannot be enforced",
+                "$: propertyNames together with properties cannot be enforced",
+            ],
+        ),
+        (
+            {**PROPERTIES, "patternProperties": {}, "minProperties": 1},
+            ["$: patternProperties together with properties, minProperties cannot be enforced"],
+        ),
+        (
+            {**PROPERTIES, "propertyNames": {}, "minProperties": 1},
+            ["$: propertyNames together with properties, minProperties cannot be enforced"],
+        ),
+        (
+            {**PROPERTIES, "minProperties": 1, "additionalProperties": {}},
+            ["$.minProperties: needs properties and no additionalProperties, as keys could repeat otherwise"],
+        ),
+        ({"type": "string", "pattern": "\\\\"}, ["$.pattern: '\\\\\\\\' is not supported outside of [...]"]),
+        ({"type": "string", "pattern": "a(?!b)"}, ["$.pattern: '(?!' is not supported outside of [...]"]),
+        ({**ARRAY, "prefixItems": [{}, {"a": 1}]}, ["$.prefixItems[1].a: is not supported"]),
+        ({**ARRAY, "items": {"a": 1}}, ["$.items.a: is not supported"]),
+        ({**OBJECT, "additionalProperties": {"a": 1}}, ["$.additionalProperties.a: is not supported"]),
+        ({**OBJECT, "propertyNames": {"a": 1}}, ["$.propertyNames.a: is not supported"]),
+        ({**OBJECT, "patternProperties": {"x": {"a": 1}}}, ["$.patternProperties.x.a: is not supported"]),
+        ({**OBJECT, "properties": []}, ["$.properties: an object of schemas is expected"]),
+        ({"$defs": {"x": {"a": 1}}}, ["$.$defs.x.a: is not supported"]),
+        ({"definitions": {"x": {"a": 1}}}, ["$.definitions.x.a: is not supported"]),
+        ({"anyOf": [{}, {"a": 1}]}, ["$.anyOf[1].a: is not supported"]),
+        ({"anyOf": []}, ["$.anyOf: a list of at least one schema is expected"]),
+        ({"oneOf": {}}, ["$.oneOf: a list of at least one schema is expected"]),
+        *(
+            (
+                {"oneOf": parts},
+                ["$.oneOf: its schemas may overlap, which cannot be enforced; use anyOf, or different types"],
+            )
+            for parts in ([{"type": "null"}] * 2, [{}, {"type": "null"}], [True, {"type": "null"}])
+        ),
+        ({"allOf": [{}, {}]}, ["$.allOf: 2 schemas given, allowed is 1; merge them"]),
+        *(
+            (
+                {"const": value, "type": name},
+                ["$: type together with const cannot be enforced; use only one of them"],
+            )
+            for value, name in (
+                (True, "integer"),
+                (1.5, "integer"),
+                (True, "number"),
+                ("1", "number"),
+                (1, "string"),
+                (1, "boolean"),
+                ({}, "array"),
+                ([], "object"),
+                (0, "null"),
+                (1, "any"),
+            )
+        ),
+        (
+            {"enum": [1], "type": "integer", "minimum": 0},
+            ["$: minimum, type together with enum cannot be enforced; use only one of them"],
+        ),
+        ({"enum": 1, "type": "integer"}, ["$: type together with enum cannot be enforced; use only one of them"]),
+        ({"$ref": "#", "type": "null"}, ["$: type together with $ref cannot be enforced; use only one of them"]),
+    ],
+)
+def test_what_is_not_enforced_is_named_with_its_place(schema: Any, problems: list[str]) -> None:
+    assert list(schema_problems(schema)) == problems
