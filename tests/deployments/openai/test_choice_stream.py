@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import pytest
+from api_harness import EOS, HERMES_HINT, LIMITS, TOOL_TEMPLATE
+from tiny_tokenizer import byte_level
 
-from deployments.openai.choice_stream import ChoiceStream, Echo, read_text_deltas
+from deployments.openai.choice_stream import ChoiceStream, Echo, make_choice, read_text_deltas
+from deployments.openai.engine_requests import make_submits
+from deployments.openai.requests import ChatBody, CompletionBody
 from deployments.openai.responses import StepTrace, TextDelta
 from deployments.text.detokenizer import ByteDetokenizer, StopChecker, TextStream, WindowDetokenizer
 from deployments.text.logprobs import TokenRecord
+from deployments.text.reasoning import ThoughtParser
+from deployments.text.tokenizer import TextCodec
+from deployments.text.tool_parsers import make_parser
 from engine.errors import EngineError
 from engine.messages import Delta, TokenLogprobs
 
@@ -202,3 +211,189 @@ def test_an_engine_that_ends_without_a_reason_is_an_error() -> None:
         with pytest.raises(EngineError):
             run(deltas, choice())
         assert deltas.is_closed
+
+
+PIECES = (b"<think>", b"hm ", b"</think>", b"text ", b'<tool_call>{"name": "f", "arguments": {', b"}}", b"</tool_call>")
+"""Bytes of tokens 0 to 6. Token 7 completes one call and begins another."""
+BOTH = b'}}</tool_call><tool_call>{"name": "f", "arguments": {'
+
+
+def calling(**options: Any) -> ChoiceStream:
+    text = TextStream(ByteDetokenizer((*PIECES, BOTH)))
+    return ChoiceStream(text, parser=make_parser("hermes", {"f": None}), **options)
+
+
+def calls_of(pieces: list[TextDelta]) -> list[tuple[int, str | None, str]]:
+    return [(call.number, call.name, call.arguments) for piece in pieces for call in piece.calls]
+
+
+def test_calls_are_reported_as_they_arrive_and_decide_the_finish_reason() -> None:
+    stream = calling()
+    (first,) = stream.push(delta(3, 4))
+    assert (first.text, calls_of([first])) == ("text", [(0, "f", ""), (0, None, "{")])
+    (second,) = stream.push(delta(5, 6))
+    assert (second.text, calls_of([second]), second.finish_reason) == ("", [(0, None, "}")], None)
+    (last,) = stream.push(delta(finish_reason="stop"))
+    assert (last.text, last.finish_reason, last.num_completion) == ("", "tool_calls", 4)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "engine_reason", "reason"),
+    [((4, 5, 6), "length", "length"), ((4,), "stop", "stop"), ((3,), "stop", "stop"), ((3,), "length", "length")],
+)
+def test_a_response_without_a_complete_call_or_cut_short_has_not_called(
+    tokens: tuple[int, ...], engine_reason: str, reason: str
+) -> None:
+    (piece,) = calling().push(delta(*tokens, finish_reason=engine_reason))
+    assert piece.finish_reason == reason
+
+
+def test_without_parallel_calls_the_first_one_ends_the_choice() -> None:
+    stream = calling(is_parallel=False)
+    (first,) = stream.push(delta(3, 4, 7, 5, 6))
+    assert (first.finish_reason, first.num_completion) == ("tool_calls", 3)
+    assert {number for number, _, _ in calls_of([first])} == {0}
+    (both,) = calling().push(delta(3, 4, 7, 5, 6, finish_reason="stop"))
+    assert {number for number, _, _ in calls_of([both])} == {0, 1}
+
+
+def test_what_the_parser_holds_back_is_shown_at_the_end() -> None:
+    stream = ChoiceStream(TextStream(ByteDetokenizer((b"a <tool",))), parser=make_parser("hermes", {}))
+    (first,) = stream.push(delta(0))
+    (last,) = stream.push(delta(finish_reason="length"))
+    assert (first.text, last.text) == ("a", " <tool")
+
+
+def test_thoughts_are_split_and_counted_up_to_their_end() -> None:
+    stream = ChoiceStream(TextStream(ByteDetokenizer(PIECES)), thoughts=ThoughtParser(is_open=False))
+    pieces = [stream.push(delta(token))[0] for token in (0, 1, 2, 3)]
+    assert [(piece.reasoning, piece.text) for piece in pieces] == [("", ""), ("hm", ""), ("", ""), ("", "text ")]
+    assert [piece.num_reasoning for piece in pieces] == [1, 2, 3, 3]
+    assert pieces[-1].num_completion == 4
+
+
+def test_thoughts_that_do_not_end_are_thoughts() -> None:
+    stream = ChoiceStream(TextStream(ByteDetokenizer((b"hm", b" </th"))), thoughts=ThoughtParser(is_open=True))
+    (first,) = stream.push(delta(0, 1))
+    (last,) = stream.push(delta(finish_reason="length"))
+    assert (first.reasoning, last.reasoning, last.text, last.num_reasoning) == ("hm", " </th", "", 2)
+    (only,) = ChoiceStream(TextStream(ByteDetokenizer((b"<th",))), thoughts=ThoughtParser(is_open=False)).push(
+        delta(0, finish_reason="length")
+    )
+    assert (only.reasoning, only.text) == ("", "<th"), "what did not become a thought is text"
+
+
+def test_an_echo_is_shown_with_the_first_delta_only() -> None:
+    stream = choice(echo=Echo((3, 4, 5), detokenizer()))
+    assert [stream.push(delta(0))[0].text for _ in range(2)] == ["xyzéa", "a"]
+
+
+def test_a_plain_stream_and_a_recorded_one_count_alike() -> None:
+    for options in ({}, {"has_trace": True}):
+        stream = choice("c", **options)
+        (first,) = stream.push(delta(0, num_cached=1, num_drafted=2, num_accepted=3))
+        (second,) = stream.push(delta(1, 2, 0, num_cached=1, num_drafted=4, num_accepted=5))
+        found = [
+            (piece.num_completion, piece.num_cached, piece.num_drafted, piece.num_accepted, piece.finish_reason)
+            for piece in (first, second)
+        ]
+        assert found == [(1, 1, 2, 3, None), (3, 1, 4, 5, "stop")]
+
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "go"}]}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+
+def made(script: str, body: dict[str, Any], hint: str = HERMES_HINT, *, reason: str = "stop") -> list[TextDelta]:
+    """The text deltas of a response of these tokens, pushed one by one."""
+    tokenizer = byte_level()
+    tokenizer.chat_template = TOOL_TEMPLATE + hint
+    codec = TextCodec(tokenizer, eos_token_ids=[EOS])
+    body_type = ChatBody if "messages" in body else CompletionBody
+    parsed = body_type.model_validate_json(json.dumps(body))
+    submit, *_ = make_submits(parsed, "r", codec, LIMITS)
+    stream = make_choice(parsed, submit, 3, codec)
+    ids = codec.encode(script)
+    logprobs = TokenLogprobs(logprob=-1.0)
+    pieces: list[TextDelta] = []
+    for index, token in enumerate(ids):
+        pieces += stream.push(
+            delta(
+                token,
+                finish_reason=reason if index == len(ids) - 1 else None,
+                logprobs=(logprobs,),
+                prompt_logprobs=(logprobs,) * (len(submit.prompt) - 1),
+            )
+        )
+        if pieces[-1].finish_reason is not None:
+            break
+    return pieces
+
+
+def text_of(pieces: list[TextDelta]) -> str:
+    return "".join(piece.text for piece in pieces)
+
+
+def test_a_choice_finds_calls_where_the_body_has_tools() -> None:
+    assert made(CALL, {**CHAT, "tools": TOOLS})[-1].finish_reason == "tool_calls"
+    assert text_of(made(CALL, CHAT)) == CALL
+    assert text_of(made(CALL, {**CHAT, "tools": TOOLS, "tool_choice": "none"})) == CALL
+    assert {piece.index for piece in made("go", CHAT)} == {3}
+
+
+def test_a_choice_with_one_call_ends_after_it_unless_calls_may_be_parallel() -> None:
+    for parallel, numbers in ((False, {0}), (True, {0, 1}), (None, {0, 1})):
+        pieces = made(CALL + CALL, {**CHAT, "tools": TOOLS, "parallel_tool_calls": parallel})
+        assert {call.number for piece in pieces for call in piece.calls} == numbers
+        assert pieces[-1].finish_reason == "tool_calls"
+
+
+def test_a_choice_splits_thoughts_where_the_prompt_leaves_them_open() -> None:
+    hint = HERMES_HINT + "{# </think> #}"
+    script = "<think>hm</think>go"
+
+    def split(body: dict[str, Any], hint: str, script: str) -> tuple[str, str]:
+        pieces = made(script, body, hint)
+        return "".join(piece.reasoning for piece in pieces), text_of(pieces)
+
+    assert split(CHAT, hint, script) == ("hm", "go")
+    assert split(CHAT, hint + "<think>", "hm</think>go") == ("hm", "go")
+    assert split(CHAT, hint + "<think></think>", script) == ("", script)
+    assert split(CHAT, HERMES_HINT, script) == ("", script)
+    assert split({**CHAT, "add_generation_prompt": False}, hint, script) == ("", script)
+
+
+def test_the_options_of_a_body_reach_its_choice() -> None:
+    completion = {"model": "m", "prompt": "a b"}
+    assert text_of(made("go", {**completion, "echo": True})) == "a bgo"
+    assert text_of(made("go", completion)) == "go"
+    assert text_of(made("go", {**completion, "echo": True, "max_tokens": 0})) == "a b"
+    assert text_of(made("one two", {**completion, "stop": " t"})) == "one"
+    assert text_of(made("one two", {**completion, "stop": "o", "min_tokens": 3})).startswith("one")
+    scored = made("go", {**completion, "echo": True, "logprobs": 0})
+    assert [len(piece.records) for piece in scored] == [3 + 1] + [1] * (len(scored) - 1), (
+        "a, space and b; then one each"
+    )
+    assert not any(piece.records for piece in made("go", {**completion, "echo": True}))
+    assert all(piece.records for piece in made("go", {**CHAT, "logprobs": True}))
+    traced = made("go", {**CHAT, "stream": True, "speculative": {"trace": True}})
+    assert all(piece.trace is not None for piece in traced)
+    assert all(piece.trace is None for piece in made("go", CHAT))
+
+
+def test_the_request_s_own_stop_token_is_hidden() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode("go")
+    pieces = made("go", {"model": "m", "prompt": "a", "stop_token_ids": [ids[-1]]})
+    assert text_of(pieces) == tokenizer.decode(ids[:-1])
+    assert pieces[-1].num_completion == len(ids)
+
+
+def test_tokens_are_streamed_one_by_one_where_the_body_says_so() -> None:
+    codec = TextCodec(byte_level(), eos_token_ids=[EOS])
+    for fields, num in (({"stream": True, "stream_granularity": "token"}, 2), ({"stream": True}, 1)):
+        body = ChatBody.model_validate_json(json.dumps({**CHAT, **fields}))
+        submit, *_ = make_submits(body, "r", codec, LIMITS)
+        pieces = make_choice(body, submit, 0, codec).push(delta(*codec.encode("a")[:1] * 2))
+        assert len(pieces) == num
