@@ -3,7 +3,7 @@
 #   PYTHON       interpreter, 3.11 to 3.14 (default: the first that is found)
 #   TORCH        cpu or cuda (default: cuda where there is an NVIDIA GPU)
 #   TORCH_INDEX  package index that has the CPU build of torch
-#   WORKERS      processes that run the tests, about 3 GB each (default: 2)
+#   WORKERS      processes that run the tests without Ray, about 3 GB each (default: 2)
 #   ARGS         further arguments for the command
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,7 +19,7 @@ serve: $(STAMP)
 	@exec $(BIN)/paceline serve $(ARGS)
 
 test: $(STAMP) check
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder -m "not slow and not gpu" $(ARGS)
+	.ci/run-tests $(BIN)/python $(WORKERS) $(ARGS)
 
 # The same tests on every supported Python of this machine, each in a virtual environment of its own.
 test-all:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,15 +25,3 @@ def one_thread() -> Iterator[None]:
 
 
 torch.set_num_threads(1)  # Small tensors are slower on more, and threads that wait on a full machine spin.
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Divide the tests among worker processes: a file stays in one, and all tests that start Ray in one other.
-
-    Those are the longest group, so they come first.
-    """
-    here = Path(__file__).parent
-    for item in items:
-        group = "ray" if item.get_closest_marker("ray") else str(item.path.relative_to(here))
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: item.get_closest_marker("ray") is None)
