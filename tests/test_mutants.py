@@ -8,7 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from mutation import mutants
+from mutants import Record, choose_tests, function_of, numbers_of
+from mutation import Mutant, mutants
 
 TOOL = Path(__file__).parent / "support" / "mutants.py"
 
@@ -91,3 +92,59 @@ def test_the_report_names_what_the_tests_do_not_notice(tmp_path: Path) -> None:
     assert lines[-1] == "shop: 12 mutants, 75% noticed, 0 of them by a timeout"
     assert module.read_text() == before
     assert {path.name for path in tmp_path.iterdir()} == {".git", "shop", "tests"}
+
+
+SOURCE = """LIMIT = 3
+
+
+@cached
+def outer(a, b=LIMIT):
+    def inner():
+        return 1
+
+    return inner
+
+
+class Box:
+    size = 2
+
+    def get(self):
+        return self.size
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "function"),
+    [(1, None), (4, None), (5, None), (7, 6), (9, 4), (12, None), (13, None), (15, None), (16, 15)],
+)
+def test_the_function_of_a_line_is_the_innermost_one_with_its_decorators(line: int, function: int | None) -> None:
+    """Defaults and class attributes are computed outside of it."""
+    assert function_of(SOURCE, line) == function
+
+
+def test_a_mutant_gets_the_tests_that_call_its_function_own_ones_first(tmp_path: Path) -> None:
+    (tmp_path / "shop").mkdir()
+    (tmp_path / "shop" / "box.py").write_text(SOURCE)
+    calls = {
+        "tests/shop/test_box.py::slow": ["shop/box.py:15"],
+        "tests/shop/test_box.py::quick": ["shop/box.py:15", "shop/box.py:4"],
+        "tests/shop/test_till.py::till": ["shop/box.py:15"],
+        "tests/shop/test_till.py::other": ["shop/till.py:14"],
+    }
+    seconds = dict(zip(calls, (2.0, 1.0, 0.5, 0.1), strict=True))
+    record = Record(seconds=seconds, calls=calls, modules=[])
+
+    def chosen(line: int, budget: float = 10.0) -> list[str]:
+        mutant = Mutant("shop/box.py", line, 0, 0, "")
+        return [test.partition("::")[2] for test in choose_tests(tmp_path, mutant, record, budget)]
+
+    assert chosen(16) == ["quick", "slow", "till"]
+    assert chosen(16, budget=3.0) == ["quick", "slow"]
+    assert chosen(9) == ["quick"]
+    assert chosen(7) == []
+    assert chosen(1) == ["quick", "slow", "till"]
+
+
+def test_numbers_of_the_sample() -> None:
+    assert numbers_of("", 3) == [0, 1, 2]
+    assert numbers_of("0,3-5,9", 5) == [0, 3, 4]

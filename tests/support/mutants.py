@@ -88,6 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--record", type=Path, help="file that keeps what the tests call; read if it exists")
     parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes the copy and ends the tests that run
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         tree = copy_tree(options.root, Path(folder))
         sample = choose(tree, options.folder, options.num, options.seed)
@@ -251,24 +252,29 @@ def run_tests(
     child = os.fork()
     if child == 0:
         status = 70
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
             resource.setrlimit(resource.RLIMIT_CPU, (int(limit_s), int(limit_s) + 1))
             status = _run_here(tree, tests, record)
         finally:
             os._exit(status)
     status, deadline = None, time.monotonic() + 4 * limit_s
-    while status is None:
-        done, code = os.waitpid(child, os.WNOHANG)
-        if done:
-            status = os.waitstatus_to_exitcode(code)
-            ends = (signal.SIGXCPU, signal.SIGKILL, *TIMER_SIGNALS)
-            status = TIMEOUT if -status in ends else status
-        elif time.monotonic() > deadline:
-            status = TIMEOUT
+    try:
+        while status is None:
+            done, code = os.waitpid(child, os.WNOHANG)
+            if done:
+                status = os.waitstatus_to_exitcode(code)
+                ends = (signal.SIGXCPU, signal.SIGKILL, *TIMER_SIGNALS)
+                status = TIMEOUT if -status in ends else status
+            elif time.monotonic() > deadline:
+                break
+            else:
+                time.sleep(0.02)
+    finally:
+        if status is None:  # too late, or this process is being ended
             os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
-        else:
-            time.sleep(0.02)
+    status = TIMEOUT if status is None else status
     report = json.loads((tree / "mutants.json").read_text()) if record is None and status == 0 else {}
     return status, report
 
