@@ -128,10 +128,11 @@ def test_a_mutant_gets_the_tests_that_call_its_function_own_ones_first(tmp_path:
     calls = {
         "tests/shop/test_box.py::slow": ["shop/box.py:15"],
         "tests/shop/test_box.py::quick": ["shop/box.py:15", "shop/box.py:4"],
+        "tests/shop/test_box.py::limit": [],
         "tests/shop/test_till.py::till": ["shop/box.py:15"],
         "tests/shop/test_till.py::other": ["shop/till.py:14"],
     }
-    seconds = dict(zip(calls, (2.0, 1.0, 0.5, 0.1), strict=True))
+    seconds = dict(zip(calls, (2.0, 1.0, 3.0, 0.5, 0.1), strict=True))
     record = Record(seconds=seconds, calls=calls, modules=[])
 
     def chosen(line: int, budget: float = 10.0) -> list[str]:
@@ -142,7 +143,7 @@ def test_a_mutant_gets_the_tests_that_call_its_function_own_ones_first(tmp_path:
     assert chosen(16, budget=3.0) == ["quick", "slow"]
     assert chosen(9) == ["quick"]
     assert chosen(7) == []
-    assert chosen(1) == ["quick", "slow", "till"]
+    assert chosen(1) == ["quick", "slow", "limit", "till"]
 
 
 def test_numbers_of_the_sample() -> None:

@@ -183,16 +183,21 @@ def record_tests(tree: Path, tests: Sequence[str], without: str, kept: Path | No
 
 
 def choose_tests(tree: Path, mutant: Mutant, record: Record, budget: float) -> list[str]:
-    """The tests that call the changed function, in the order in which they run; those of the module outside of one."""
+    """The tests that call the changed function, in the order in which they run.
+
+    For a change outside of functions: those of the module, and those that call any of its functions.
+    """
     line = function_of((tree / mutant.path).read_text(), mutant.line)
-    name = f"{mutant.path}:{line}" if line is not None else f"{mutant.path}:"
-    found = [
-        test
-        for test, calls in record.calls.items()
-        if any(call == name if line is not None else call.startswith(name) for call in calls)
-    ]
     module = Path(mutant.path)
     own = f"tests/{module.parent}/test_{module.stem}"
+    if line is not None:
+        found = [test for test, calls in record.calls.items() if f"{mutant.path}:{line}" in calls]
+    else:
+        found = [
+            test
+            for test, calls in record.calls.items()
+            if test.startswith(own) or any(call.startswith(f"{mutant.path}:") for call in calls)
+        ]
     found.sort(key=lambda test: (not test.startswith(own), record.seconds[test]))
     seconds = 0.0
     for index, test in enumerate(found):

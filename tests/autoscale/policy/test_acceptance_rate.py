@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -107,3 +109,76 @@ def test_a_prior_of_few_observations_counts_less(weight: float, rate: float) -> 
     acceptance = Acceptance(1, prior=(0.5,))
     acceptance.adopt([prior(0.9, weight=weight)])
     assert acceptance.by_position("cool")[0] == pytest.approx(rate)
+
+
+def test_counts_decay_with_each_observation_by_hand() -> None:
+    """Each observation leaves 0.999 of the counts before it; two in one step leave 0.999 squared."""
+    acceptance = Acceptance(1, prior=(0.5,))
+    acceptance.observe([RowOutcome(1, 1, 1, 10)])
+    acceptance.observe([RowOutcome(1, 1, 0, 10)])
+    assert acceptance.by_position()[0] == pytest.approx((0.999 + 2) / (1.999 + 4), rel=1e-12)
+    acceptance.observe([RowOutcome(1, 1, 1, 10), RowOutcome(2, 1, 1, 10)])
+    keep = 0.999**2
+    assert acceptance.by_position()[0] == pytest.approx((0.999 * keep + 2 + 2) / (1.999 * keep + 2 + 4), rel=1e-12)
+
+
+def test_the_sums_of_a_request_decay_by_hand() -> None:
+    acceptance = Acceptance(2, prior=(0.5,))
+    acceptance.observe([RowOutcome(1, 2, 2, 10)])
+    expected = acceptance.by_position()[0]
+    acceptance.observe([RowOutcome(1, 2, 0, 10)])
+    factor = (4 + 0.97 * 2) / (4 + 0.97 * 1 + expected)
+    known, unknown = acceptance.cumulative_acceptance([1, 2])
+    assert known[0] / unknown[0] == pytest.approx(factor)
+
+
+def test_a_row_without_a_draft_is_no_observation() -> None:
+    acceptance = Acceptance(2, prior=(0.5,))
+    acceptance.observe([RowOutcome(1, 0, 0, 10)])
+    assert acceptance.num_tracked == 0
+    assert acceptance.by_position().tolist() == [0.5, 0.5]
+    acceptance.observe([RowOutcome(1, 1, 0, 10)])
+    assert acceptance.num_tracked == 1
+
+
+def test_confidence_is_calibrated_by_hand() -> None:
+    """Two reached positions with confidence 0.9 and 0.5, the first accepted: 0.9 - 1 + 0.5 too confident."""
+    acceptance = Acceptance(3, prior=(0.5,))
+    assert not acceptance.has_confidences
+    assert acceptance.confidence_at(0.25, 0) == 0.25
+    acceptance.observe([RowOutcome(1, 3, 1, 10, "greedy", 0, (0.9, 0.5, 0.1))])
+    assert acceptance.has_confidences
+    exponent = math.exp(0.01 * 0.4)
+    assert acceptance.confidence_at(0.25, workload_index("greedy")) == pytest.approx(0.25 ** (1 / exponent))
+    assert acceptance.confidence_at(0.25, workload_index("hot")) == 0.25
+    acceptance.observe([RowOutcome(1, 1, 1, 10, "greedy", 0, (0.5,))])
+    exponent *= math.exp(0.01 * (0.5**exponent - 1))
+    assert acceptance.confidence_at(0.25, workload_index("greedy")) == pytest.approx(0.25 ** (1 / exponent))
+    assert (acceptance.confidence_at(1.5, 0), acceptance.confidence_at(-1.0, 0)) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(("confidence", "num_accepted", "exponent"), [(1.0, 0, 10.0), (1e-9, 1, 0.1)])
+def test_the_exponent_of_confidence_stays_within_a_tenth_and_ten(
+    confidence: float, num_accepted: int, exponent: float
+) -> None:
+    acceptance = Acceptance(1, prior=(0.5,))
+    for _ in range(1000):
+        acceptance.observe([RowOutcome(1, 1, num_accepted, 10, "greedy", 0, (confidence,))])
+    assert acceptance.confidence_at(0.25, 0) == pytest.approx(0.25 ** (1 / exponent))
+
+
+def test_the_deeper_rate_is_the_mean_of_the_second_and_third_position() -> None:
+    rates = (0.5, 0.4, 0.2, 0.9)
+    assert Acceptance(4, rates).deeper_rate(0) == pytest.approx(0.3)
+    assert Acceptance(2, rates).deeper_rate(0) == pytest.approx(0.4)
+    assert Acceptance(1, rates).deeper_rate(0) == 0.0
+
+
+def test_before_any_observation_the_mean_over_workloads_is_the_prior() -> None:
+    acceptance = Acceptance(2, prior=(0.5, 0.25))
+    assert acceptance.mean_rates() == pytest.approx([0.5, 0.25])
+    acceptance.observe([RowOutcome(1, 1, 1, 10)])
+    num = len(acceptance.rates())
+    greedy = acceptance.by_position()[0]
+    expected = (1.001 * greedy + (num - 1) * 0.001 * 0.5) / (1.001 + (num - 1) * 0.001)
+    assert acceptance.mean_rates()[0] == pytest.approx(expected, rel=1e-9)

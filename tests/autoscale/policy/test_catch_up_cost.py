@@ -62,3 +62,13 @@ def test_a_single_number_follows_the_mean_and_a_hiccup_counts_as_three_usual_one
         seen.append(costs.overhead_s)
     # The first value; then half of a residual that is clipped from 100 to 3 ms; then a third of the way to 0.
     assert seen == pytest.approx([0.002, 0.002 + 0.003 / 2, 0.0035 * 2 / 3])
+
+
+def test_the_usual_residual_grows_by_a_twentieth_of_at_most_two_limits() -> None:
+    """After 1 ms and an outlier it is 1 + 0.05 * (2 * 3 - 1) = 1.25 ms, so the third residual is clipped to 3.75 ms."""
+    costs = drafting_model()
+    for overhead_s in (0.002, 0.102, 0.1):
+        costs.observe(
+            structs.replace(make_step([], 1, step_s=0.01 + overhead_s), verify_s=0.01, sample_s=0.0, draft_s=0.0)
+        )
+    assert costs.overhead_s == pytest.approx(0.0035 + 0.00375 / 3)

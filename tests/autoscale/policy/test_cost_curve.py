@@ -105,3 +105,76 @@ def test_between_and_beyond_knots_the_curve_is_straight() -> None:
 def test_values_and_knots_must_match() -> None:
     with pytest.raises(ValueError, match="2 values for 3 knots"):
         Curves([Points(knots=KNOTS, values=(1.0, 2.0))])
+
+
+class Textbook:
+    """The same Kalman filter in matrices (Kalman 1960), for one curve: prediction, gain, update, then the order."""
+
+    def __init__(self, *, measured: bool, rate: float, rate_sd: float, most_rate: float) -> None:
+        smallest = 1e-6 if measured else 1e-3
+        common, single = (0.3, 0.2) if measured else (1.0, 0.5)
+        self.x = np.array([*VALUES, rate])
+        self.least = np.array([smallest] * len(VALUES) + [rate_sd / 100])
+        self.most_rate = most_rate
+        size = np.maximum(self.x, self.least)
+        own = [single * max(value, smallest) for value in VALUES]
+        own.append(max(single * rate, 0.0 if measured else rate_sd))
+        self.p = np.outer(common * size, common * size) + np.diag(np.square(own))
+        self.noise = 0.1
+
+    def learn(self, x: float, seconds: float, num_units: float, times: float) -> None:
+        low = 0 if x < 10 else 1
+        share = min(1.0, max(0.0, (x - KNOTS[low]) / (KNOTS[low + 1] - KNOTS[low])))
+        h = np.zeros(4)
+        h[low], h[low + 1], h[3] = times * (1 - share), times * share, num_units
+        size = np.maximum(self.x, self.least)
+        self.p = self.p + np.outer(0.03 * size, 0.03 * size) + np.diag((0.0015 * size) ** 2)
+        expected = h @ self.x
+        scale = max(expected, min(seconds, 4 * expected), 1e-6)
+        variance = h @ self.p @ h + (self.noise * scale) ** 2
+        residual = np.clip(seconds - expected, -3 * variance**0.5, 3 * variance**0.5)
+        gain = self.p @ h / variance
+        self.x = np.maximum(self.x + gain * residual, 0.0)
+        self.p = self.p - np.outer(gain, h @ self.p)
+        self.noise = max(0.02, 0.95 * self.noise + 0.05 * min(0.5, abs(residual) / scale))
+        anchor = low if share < 0.5 else low + 1
+        for index in range(anchor + 1, 3):
+            self.x[index] = max(self.x[index], self.x[index - 1])
+        for index in range(anchor - 1, -1, -1):
+            self.x[index] = min(self.x[index], self.x[index + 1])
+        self.x[3] = min(self.x[3], self.most_rate)
+
+
+@pytest.mark.parametrize("measured", [True, False], ids=["measured", "guessed"])
+@pytest.mark.parametrize("scatter", [0.02, 2.0])
+def test_the_curve_is_a_kalman_filter(measured: bool, scatter: float) -> None:
+    """Over 200 random lessons; the scatter of 2 clips residuals and disturbs the order of the values."""
+    options = {"rate": 1e-6, "rate_sd": 1e-5, "most_rate": 2e-5}
+    twin = Textbook(measured=measured, **options)
+    curve = Curves([Points(knots=KNOTS, values=VALUES, **options)], measured=measured)[0]
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        x, times = float(rng.choice([1, 3, 10, 40, 60, 100, 150])), float(rng.integers(1, 4))
+        num_units = float(rng.choice([0, 100, 5000]))
+        seconds = times * float(np.interp(x, KNOTS, VALUES)) * float(np.exp(scatter * rng.normal()))
+        curve.learn(x, seconds, num_units=num_units, times=times)
+        twin.learn(x, seconds, num_units, times)
+        assert [*curve.values, curve.rate] == pytest.approx(list(twin.x), rel=1e-6, abs=1e-12)
+
+
+def test_two_curves_drift_together() -> None:
+    """One that is slower than expected makes the other one be expected slower, by the common part of the variance."""
+    curves = Curves([Points(knots=KNOTS, values=VALUES), Points(knots=KNOTS, values=VALUES)])
+    curves[0].learn(10, 0.120)
+    common, single = 0.3**2 + 0.03**2, 0.2**2 + 0.0015**2
+    factor = 1 + 0.2 * common / (common + single + 0.12**2)
+    assert curves[1].values == pytest.approx([factor * value for value in VALUES], rel=1e-6)
+
+
+def test_values_that_are_given_in_disorder_are_raised() -> None:
+    curve = Curves([Points(knots=KNOTS, values=(0.2, 0.1, 1.0))])[0]
+    assert curve.values == [0.2, 0.2, 1.0]
+
+
+def test_added_rows_cost_nothing_beyond_the_last_knot() -> None:
+    assert steep_curve(measured=True).added(99, 3) == pytest.approx([0.0, 0.01, 0.01, 0.01])

@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 from step_stats import make_step
 
-from autoscale.policy.cost_model import BATCH_KNOTS, ROW_KNOTS, CostModel
+from autoscale.policy.cost_model import BATCH_KNOTS, ROW_KNOTS, CostModel, CostTable
 from autoscale.policy.goodput import UNMEASURED
 from autoscale.simulation.hardware import cpu_table
 from autoscale.simulation.simulator import Simulation, Workload
@@ -152,3 +152,62 @@ def test_a_measured_table_replaces_what_was_learned() -> None:
 def test_knots_double_from_one_to_the_largest_step_and_batch() -> None:
     assert tuple(2**power for power in range(12)) == ROW_KNOTS
     assert tuple(2**power for power in range(9)) == BATCH_KNOTS
+
+
+def test_the_errors_are_the_median_and_the_95th_percentile_of_the_last_512() -> None:
+    cost, errors = CostModel(cpu_table()), []
+    rng = np.random.default_rng(0)
+    for number in range(700):
+        stats = step(rows=1, verify_s=float(rng.uniform(0.01, 0.02)), rest_s=0.0)
+        errors.append(abs(cost.observe(stats).seconds - stats.step_s) / stats.step_s)
+        if number in (0, 1, 19, 20, 99, 511, 512, 699):
+            last = sorted(errors[-512:])
+            at_95 = min(len(last) - 1, int(0.95 * len(last)))
+            assert cost.error() == (last[len(last) // 2], last[at_95])
+
+
+def test_a_step_of_no_duration_has_no_error() -> None:
+    cost = CostModel(cpu_table())
+    cost.observe(structs.replace(step(rows=1, verify_s=0.0, rest_s=0.0), step_s=0.0))
+    assert cost.error() == (0.0, 0.0)
+
+
+def test_the_parts_of_a_step_add_up() -> None:
+    table = CostTable(
+        tuple(0.001 * rows for rows in ROW_KNOTS),
+        tuple(0.0001 * batch for batch in BATCH_KNOTS),
+        context_s=1e-5,
+        catch_up_s=1e-4,
+        handoff_s=0.002,
+        overhead_s=0.004,
+        sample_row_s=0.0005,
+    )
+    cost = CostModel(table)
+    assert cost.table() == table
+    plain = 0.004 + 0.001 * 6 + 1e-5 * 100
+    assert cost.step_s(6, 100) == pytest.approx(plain + 0.0005 * 6)
+    assert cost.step_s(6, 100, num_prompt_rows=4) == pytest.approx(plain + 0.0005 * 2)
+    assert cost.step_s(6, 100, 3, 2) == pytest.approx(plain + 0.0005 * 6 + 0.002 + 2 * 0.0003)
+    assert cost.step_s(6, 100, 3, 0, 5) == pytest.approx(plain + 0.0005 * 6 + 0.002 + 5e-4)
+    assert cost.step_s(6, 100, 3, 0, 0) == cost.step_s(6, 100), "no draft request"
+    assert cost.added_rows_s(4, 2) == pytest.approx([0.0, 0.0015, 0.003])
+    assert cost.row_s(4, 2) == pytest.approx(0.0015)
+    assert cost.draft_s(3, 2) == pytest.approx(0.002 + 2 * 0.0003)
+
+
+def test_steps_are_learned_in_groups_of_four_of_one_size() -> None:
+    """Three steps of one row are kept until a fourth one, a draft, or another size comes."""
+    before = CostModel(cpu_table()).verify_s(1, 0)
+    plain = step(rows=1, verify_s=2 * before, rest_s=0.0)
+    other = structs.replace(plain, num_rows=2)
+    drafting = step(rows=4, verify_s=2 * before, rest_s=0.0, draft_s=0.001)
+    for steps, is_learned in (
+        ([plain] * 3, False),
+        ([plain] * 4, True),
+        ([plain, other], True),
+        ([drafting], True),
+    ):
+        cost = CostModel(cpu_table())
+        for each in steps:
+            cost.observe(each)
+        assert (cost.verify_s(1, 0) != before) is is_learned

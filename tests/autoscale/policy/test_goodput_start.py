@@ -89,3 +89,19 @@ def test_the_clock_is_the_sum_of_step_durations() -> None:
         pacer.observe(step_stats(step_s=0.03125))
     assert on == [True] * on.index(False) + [False] * (40 - on.index(False))
     assert on.index(False) == 8
+
+
+def test_a_choice_is_made_anew_after_eight_steps() -> None:
+    pacer, batch = make_goodput("draft_model", MAX_K, cpu_table()), [request_of(1)]
+    plan = SpeculationPlan(max_k=MAX_K)
+    choices = [pacer.choose(plan, batch, 0) for _ in range(24)]
+    first_of = [next(i for i, other in enumerate(choices) if other is each) for each in choices]
+    assert first_of == [0] * 8 + [8] * 8 + [16] * 8
+
+
+@pytest.mark.parametrize(("of_plan", "of_engine", "k"), [(0, 8, 0), (1, 8, 1), (8, 1, 1), (8, 0, 0), (3, 8, 3)])
+def test_the_smaller_bound_of_plan_and_engine_holds(of_plan: int, of_engine: int, k: int) -> None:
+    pacer = make_goodput("draft_model", of_engine)
+    (choice,) = pacer.choose(SpeculationPlan(max_k=of_plan), [request_of(1)], 0)
+    assert (choice.k, choice.reason) == (k, "plan" if k else "off")
+    assert pacer.choose(SpeculationPlan(max_k=of_plan), [], 0) == []
