@@ -133,6 +133,110 @@ def test_polling_compiles_aside_and_tells_a_refusal() -> None:
         grammars.poll(spec)
 
 
+def test_the_longest_grammar() -> None:
+    validate_grammar(GrammarSpec(kind="json_object", text=" " * 2**17))
+    with pytest.raises(InvalidRequest, match="131073 characters given, at most 131072 are allowed"):
+        validate_grammar(GrammarSpec(kind="json_object", text=" " * (2**17 + 1)))
+
+
+@pytest.mark.parametrize(
+    ("field", "start"), [(None, "json_schema: not well-formed: "), ("guided_json", "guided_json: not well-formed: ")]
+)
+def test_a_refusal_names_the_field_or_the_kind(field: str | None, start: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        validate_grammar(GrammarSpec(kind="json_schema", text='{"type": {"a": 1}}'), field=field)
+    assert caught.value.field == field
+    assert str(caught.value).startswith(start)
+
+
+def test_a_refusal_is_one_line_without_the_compiler_s_source_location() -> None:
+    for kind, text in (("ebnf", "root ::= missing"), ("regex", "(")):
+        with pytest.raises(InvalidRequest) as caught:
+            validate_grammar(GrammarSpec(kind=kind, text=text), field="f")  # type: ignore[arg-type]
+        assert "\n" not in str(caught.value)
+        assert ".cc" not in str(caught.value)
+        assert not str(caught.value).startswith("f: [")
+
+
+def test_strings_of_bounded_length_hold_no_raw_control_characters() -> None:
+    for schema in ({"type": "string", "maxLength": 3}, {"type": "string"}):
+        matcher = Matcher(byte_grammars().compile(GrammarSpec(kind="json_schema", text=json.dumps(schema))), ())
+        assert matcher.push(ord('"'))
+        tokens = allowed(matcher)
+        assert ord("a") in tokens
+        assert not any(token < 0x20 for token in tokens)
+
+
+def test_a_refused_grammar_is_remembered_for_a_while_and_compiled_once() -> None:
+    grammars = byte_grammars(max_entries=1)
+    bad = [GrammarSpec(kind="regex", text=text) for text in ("(", "[")]
+
+    def is_refused(spec: GrammarSpec) -> bool:
+        try:
+            return grammars.poll(spec) is not None
+        except InvalidRequest:
+            return True
+
+    assert not is_refused(bad[0]), "it is compiled in the background"
+    assert eventually(lambda: is_refused(bad[0]), 60)
+    assert eventually(lambda: is_refused(bad[1]), 60)
+    assert not is_refused(bad[0]), "only one refusal is kept"
+
+
+def test_a_grammar_that_is_polled_twice_is_compiled_once() -> None:
+    grammars = HeldGrammars()
+    spec = GrammarSpec(kind="regex", text="a")
+    assert grammars.poll(spec) is None
+    assert grammars.poll(spec) is None
+    grammars.go.set()
+    assert eventually(lambda: grammars.poll(spec) is not None, 60)
+    assert grammars.num_compiled == 1
+
+
+def test_a_failure_of_any_kind_refuses_the_grammar_that_waits() -> None:
+    def load() -> xgrammar.TokenizerInfo:
+        raise OSError("no such disk")
+
+    grammars = Grammars(load)
+    found: list[InvalidRequest | None] = []
+    grammars.prepare(GrammarSpec(kind="regex", text="a"), found.append)
+    grammars.prepare(GrammarSpec(kind="regex", text="("), found.append)
+    assert eventually(lambda: len(found) == 2, 60)
+    assert [str(error).partition(":")[0] for error in found] == ["regex", "regex"]
+    assert str(found[0]) == "regex: OSError: no such disk"
+
+
+def test_without_stop_tokens_those_of_the_tokenizer_end_a_text() -> None:
+    compiled = byte_grammars().compile(GrammarSpec(kind="regex", text="a"))
+    assert Matcher(compiled, (5, 0)).stop_token_ids == {0, 5}
+    matcher = Matcher(compiled, ())
+    assert matcher.stop_token_ids == {END}
+    assert matcher.num_words == -(-(END + 1) // 32)
+
+
+def test_an_ended_text_allows_stop_tokens_only_and_can_go_back() -> None:
+    matcher = Matcher(byte_grammars().compile(GrammarSpec(kind="regex", text="a")), (END,))
+    assert not matcher.is_complete
+    assert matcher.push(ord("a"))
+    assert matcher.is_complete
+    assert matcher.push(END)
+    assert (matcher.has_ended, matcher.is_complete, matcher.push(END), allowed(matcher)) == (True, True, False, [END])
+    matcher.pop()
+    assert not matcher.has_ended
+    matcher.pop()
+    assert allowed(matcher) == [ord("a")]
+
+
+def test_foreseen_tokens_are_those_that_the_grammar_forces() -> None:
+    compiled = byte_grammars().compile(GrammarSpec(kind="regex", text="xyz[ab]"))
+    matcher = Matcher(compiled, (END,))
+    forced = tuple(b"xyz")
+    assert [matcher.foreseen(most) for most in (0, 1, 2, 3, 9)] == [forced[:most] for most in (0, 1, 2, 3, 3)]
+    for token in (*b"xyza",):
+        assert matcher.push(token)
+    assert matcher.foreseen(9) == ()
+
+
 # Through the loop.
 
 
@@ -186,9 +290,11 @@ class HeldGrammars(Grammars):
     def __init__(self) -> None:
         super().__init__(lambda: xgrammar.TokenizerInfo(BYTE_VOCAB, vocab_size=END + 1, stop_token_ids=[END]))
         self.go = threading.Event()
+        self.num_compiled = 0
 
     def compile(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
         assert self.go.wait(60)
+        self.num_compiled += 1
         return super().compile(spec)
 
 
