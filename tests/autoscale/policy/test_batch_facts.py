@@ -88,3 +88,12 @@ def test_mean_lengths_follow_requests_that_are_new_or_ended() -> None:
     prompt_len, response_len = 10 + 0.05 * 100, 128 + 0.05 * (28 - 128)
     unread = observer.facts.num_unread / 64
     assert observer.catch_up_tokens(1.0) == pytest.approx(1 + prompt_len / response_len + unread)
+
+
+@pytest.mark.parametrize(("num_generated", "limit"), [(0, 3), (1, 2), (2, 1), (3, 0), (9, 0)])
+def test_the_limit_falls_with_each_generated_token(num_generated: int, limit: int) -> None:
+    one = request(1, max_tokens=4)
+    one.tokens += [1] * num_generated
+    facts = refreshed(one).facts
+    assert facts.disallowed is not None
+    assert facts.disallowed.tolist() == [[position >= limit for position in range(MAX_K)]]
