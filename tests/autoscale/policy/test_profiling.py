@@ -98,3 +98,18 @@ def test_a_table_is_cached_for_the_same_engine_only(tmp_path: Path) -> None:
         (kept,) = (tmp_path / "costs").iterdir()
         kept.write_bytes(damaged)
         assert cache.load() is None
+
+
+def test_a_forward_of_seconds_runs_once() -> None:
+    """A slow machine would start minutes later if its longest forwards were repeated."""
+    slow, times = TimedForward(factor=400.0), dict[int, int]()
+
+    def counted(forward_input: ForwardInput) -> None:
+        rows = len(forward_input.token_ids)
+        times[rows] = times.get(rows, 0) + 1
+        slow(forward_input)
+
+    table = profile_target(counted, **LIMITS, clock=lambda: slow.now_s)
+    assert times[256] == 1
+    assert times[1] > 1
+    assert table.verify_s[-2] < table.verify_s[-1]

@@ -20,6 +20,7 @@ from deployments.openai.requests import ChatBody, CompletionBody
 from deployments.text.tokenizer import TextCodec
 from engine.errors import InvalidRequest
 from engine.sampling.distribution import draw, gumbel, most_likely, warp
+from engine.sampling.grammar import checked
 from engine.sampling.row_sampling import RowSampling
 
 TINY = [5e-324, 1e-308, 1e-45, 1e-40, 1.2e-38, 1e-37, 1e-30, 1e-6, MIN_TEMPERATURE]
@@ -54,7 +55,7 @@ def test_no_value_of_an_option_makes_a_choice_of_what_is_no_number(
     given: dict[str, float], values: list[float], seed: int
 ) -> None:
     body = ChatBody.model_validate_json(json.dumps({**CHAT, **given}))
-    sampling = make_submits(body, "r", CODEC, LIMITS)[0].sampling
+    sampling = make_submits(body, "r", CODEC, LIMITS, checked)[0].sampling
     row = torch.tensor([values])
     best = int(most_likely(row)[0])
     # Penalties as they apply to a token that was seen twice.
@@ -74,7 +75,7 @@ def test_no_value_of_an_option_makes_a_choice_of_what_is_no_number(
 @pytest.mark.parametrize("temperature", [0, *TINY[:-1]])
 def test_a_temperature_too_small_to_divide_by_is_greedy(temperature: float) -> None:
     body = ChatBody.model_validate_json(json.dumps({**CHAT, "temperature": temperature}))
-    assert make_submits(body, "r", CODEC, LIMITS)[0].sampling.temperature == 0.0
+    assert make_submits(body, "r", CODEC, LIMITS, checked)[0].sampling.temperature == 0.0
 
 
 def completion(**fields: Any) -> CompletionBody:
@@ -91,15 +92,17 @@ def infill_codec() -> TextCodec:
 def test_a_suffix_fills_in_the_middle_where_the_tokenizer_has_tokens_for_it() -> None:
     codec = infill_codec()
     limits = replace(LIMITS, vocab_size=codec.vocab_size)
-    (submit,) = make_submits(completion(suffix=" stop"), "r", codec, limits)
+    (submit,) = make_submits(completion(suffix=" stop"), "r", codec, limits, checked)
     assert submit.prompt == codec.encode("<|fim_prefix|>go <|fim_suffix|> stop<|fim_middle|>")
     ids = list(codec.encode("go "))
-    (submit,) = make_submits(completion(prompt=ids, suffix=" stop"), "r", codec, limits)
+    (submit,) = make_submits(completion(prompt=ids, suffix=" stop"), "r", codec, limits, checked)
     assert submit.prompt == codec.encode("<|fim_prefix|>go <|fim_suffix|> stop<|fim_middle|>")
     with pytest.raises(InvalidRequest, match="no fill-in-the-middle tokens") as caught:
-        make_submits(completion(suffix=" stop"), "r", CODEC, LIMITS)
+        make_submits(completion(suffix=" stop"), "r", CODEC, LIMITS, checked)
     assert caught.value.field == "suffix"
 
 
 def test_an_empty_suffix_is_absent() -> None:
-    assert make_submits(completion(suffix=""), "r", CODEC, LIMITS) == make_submits(completion(), "r", CODEC, LIMITS)
+    assert make_submits(completion(suffix=""), "r", CODEC, LIMITS, checked) == make_submits(
+        completion(), "r", CODEC, LIMITS, checked
+    )
