@@ -100,8 +100,8 @@ def test_a_table_is_cached_for_the_same_engine_only(tmp_path: Path) -> None:
         assert cache.load() is None
 
 
-def test_a_forward_of_seconds_runs_once() -> None:
-    """A slow machine would start minutes later if its longest forwards were repeated."""
+def test_a_slow_machine_times_small_forwards_and_extrapolates_the_others() -> None:
+    """Its longest forwards alone would take minutes. They take as long as the rows say."""
     slow, times = TimedForward(factor=400.0), dict[int, int]()
 
     def counted(forward_input: ForwardInput) -> None:
@@ -110,6 +110,10 @@ def test_a_forward_of_seconds_runs_once() -> None:
         slow(forward_input)
 
     table = profile_target(counted, **LIMITS, clock=lambda: slow.now_s)
-    assert times[256] == 1
+    assert slow.now_s < 20
     assert times[1] > 1
-    assert table.verify_s[-2] < table.verify_s[-1]
+    assert times[max(times)] == 1, "a forward of more than half a second runs once"
+    assert max(times) < 256
+    truth = profile_target(whole := TimedForward(), **LIMITS, clock=lambda: whole.now_s)
+    assert table.verify_s == pytest.approx([400 * seconds for seconds in truth.verify_s], rel=0.1)
+    assert 1e-6 < table.context_s / 400 < 4e-6, "contexts are timed before large forwards"
