@@ -18,6 +18,7 @@ from ray import serve
 from deployments.cluster.drafts import check_draft_vocabulary, with_draft
 from deployments.cluster.engine_group import engine_group_on_ray
 from deployments.cluster.failover import ContinuedEngine
+from deployments.cluster.grammar_checks import GrammarChecks
 from deployments.http.access import Access
 from deployments.http.admin import AdminDependencies, add_admin_routes, admin_key
 from deployments.http.admission import Admission
@@ -47,7 +48,6 @@ class Replica:
         self._settings, draft_folder = with_draft(given, folder)
         if draft_folder is not None:
             check_draft_vocabulary(folder, draft_folder)
-        self._codec = TextCodec.from_folder(folder, generic_tools=given.generic_tools)
         self._created = int(time.time())
         context = serve.get_replica_context()
         self._group = engine_group_on_ray(
@@ -57,6 +57,7 @@ class Replica:
             app_name=context.app_name,
             group=ray.util.get_current_placement_group(),
         )
+        self._check_grammar = GrammarChecks(self._group.check_grammar, asyncio.get_running_loop())
         names = {"app": context.app_name, "replica": context.replica_id.unique_id}
         continued = ContinuedEngine(self._group, patience_s=self._settings.resume_timeout_s)
         self._observer = ReplicaObserver(self._settings, continued, self._group.metrics, **names)
@@ -69,7 +70,11 @@ class Replica:
         self._live = LiveSettings()
         self._api: ApiDependencies | None = None
         self._app: FastAPI | None = None
-        self._ready = await self._group.start()
+        # Both take seconds, the one here and the other in the engine's processes.
+        self._ready, self._codec = await asyncio.gather(
+            self._group.start(),
+            asyncio.to_thread(TextCodec.from_folder, folder, generic_tools=given.generic_tools),
+        )
         node_ip, node_id = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
         target = self._observer.start(asyncio.get_running_loop(), node_ip=node_ip, node_id=node_id)
         self._announcing = asyncio.create_task(self._observer.announce(target, self._group.controller.announce))
@@ -87,6 +92,7 @@ class Replica:
         self._api = ApiDependencies(
             engine=self._observer.engine,
             codec=self._codec,
+            check_grammar=self._check_grammar,
             model_name=settings.served_name,
             created=self._created,
             limits=limits,

@@ -123,7 +123,7 @@ class EngineConfig(Settings):
     prefix_cache: bool = True
     """Reuse KV blocks of equal prompt prefixes."""
     num_threads: Annotated[int, Field(ge=1)] | None = None
-    """CPU threads per shard; default: cores divided by shards."""
+    """CPU threads per shard. Default: the CPUs of the CPU set, as far as the quota allows, divided by shards."""
     kernel: Literal["auto", "native", "torch", "triton"] = "auto"
     """Kernels of a bfloat16 forward. On cpu: `native` (needs Linux on x86_64 with AVX512-BF16, a C++ compiler and one
     shard), `torch` (PyTorch's operators), or `auto` (`native` if its needs are met, else `torch`). On cuda: `torch`, or

@@ -6,7 +6,7 @@ Owns the values of a request and of its response. Knows token ids, never text.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 from msgspec import Struct
 
@@ -52,6 +52,28 @@ class GrammarSpec:
     """Language of `text`."""
     text: str = ""
     """A JSON schema, a regular expression or EBNF; for `choice` a JSON array of strings; empty for `json_object`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedGrammar:
+    """What the engine found about a grammar: its rules, or why it is refused."""
+
+    ebnf: str = ""
+    """The grammar in EBNF, for combining it with other rules; empty if it is refused."""
+    problem: str | None = None
+    """Why it does not parse or cannot be enforced; None if it can."""
+
+
+class CheckGrammar(Protocol):
+    """Checks a grammar without a tokenizer. Takes milliseconds."""
+
+    def __call__(self, spec: GrammarSpec, before: str = "") -> CheckedGrammar:
+        """
+        Args:
+            spec: the grammar.
+            before: EBNF of a grammar whose text comes before it; empty for none.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

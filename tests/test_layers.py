@@ -32,7 +32,7 @@ LAYERS = {
         "draft",
         "model metrics ipc",
         "core kernels",
-        "sampling checkpoint",
+        "sampling checkpoint threads",
         "messages config",
         "errors",
     ),

@@ -29,6 +29,10 @@ from engine.sampling.row_sampling import RowSampling
 SHORT_CONTEXT, LONG_CONTEXT = 32, 512
 REPEATS, FEW_REPEATS, LONG_FORWARD_S = 6, 2, 0.05
 """Repetitions of a timed forward; fewer where one takes longer than LONG_FORWARD_S seconds."""
+ONCE_FORWARD_S = 0.5
+"""A forward that takes longer runs once: what the first run adds to its own time is small then."""
+BUDGET_S = 4.0
+"""Once the first runs took so many seconds, no larger forwards are timed. Their time grows with the rows by then."""
 SPAN_ROWS = 4
 """Rows per span of a timed forward: between a plain decode and the verification of a long draft."""
 MAX_LOGIT_ROWS = 128
@@ -62,13 +66,13 @@ def profile_target(
         clock: returns seconds.
 
     Returns:
-        A table without draft costs. Rows past the limits are extrapolated with the last slope.
+        A table without draft costs. Rows past the limits or the budget are extrapolated with the last slope.
     """
 
     limits = _Limits(block_size, num_blocks, max_rows, max_spans, clock)
 
     few = min(8, max_spans)
-    jobs = [(rows, SHORT_CONTEXT) for rows in (*ROW_KNOTS, few)] + [(few, LONG_CONTEXT)]
+    jobs = [(few, SHORT_CONTEXT), (few, LONG_CONTEXT)] + [(rows, SHORT_CONTEXT) for rows in ROW_KNOTS]
     fastest = _fastest(forward, limits, jobs)
     values: list[float] = []
     for rows in ROW_KNOTS:
@@ -192,7 +196,7 @@ class _Limits:
 def _fastest(
     forward: Callable[[ForwardInput], object], limits: _Limits, jobs: Sequence[tuple[int, int]]
 ) -> dict[tuple[int, int], float]:
-    """Seconds of a forward by (rows, cached tokens per span); jobs past the limits are left out.
+    """Seconds of a forward by (rows, cached tokens per span); jobs past the limits or the budget are left out.
 
     Jobs take turns and the fastest run of each counts, because other processes can only add time.
     """
@@ -204,14 +208,22 @@ def _fastest(
         if rows <= limits.max_rows and num_spans * width <= limits.num_blocks - 1:
             inputs[rows, context] = _forward_input(q_lens, context, width, limits.block_size)
     best = dict.fromkeys(inputs, math.inf)
+    started = limits.clock()
     for turn in range(1 + REPEATS):  # the first one warms up
         for job, forward_input in inputs.items():
-            if turn > FEW_REPEATS and best[job] > LONG_FORWARD_S:
-                continue
             begin = limits.clock()
+            if turn == 0 and begin - started > BUDGET_S:
+                del best[job]
+                continue
+            if job not in best:
+                continue
+            is_timed = best[job] < math.inf
+            if is_timed and best[job] > (LONG_FORWARD_S if turn > FEW_REPEATS else ONCE_FORWARD_S):
+                continue
             forward(forward_input)
-            if turn > 0:
-                best[job] = min(best[job], limits.clock() - begin)
+            seconds = limits.clock() - begin
+            if turn > 0 or seconds > ONCE_FORWARD_S:
+                best[job] = min(best[job], seconds)
     return best
 
 

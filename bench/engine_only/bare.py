@@ -23,7 +23,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineError, EngineUnavailable
 from engine.ipc.wire import HEADER, StepDeltas, SubmitCommand, decode_event, encode_frame, frame_len
 from engine.messages import Delta, SamplingParams, Submit
-from engine.model.device import threads_per_shard
+from engine.threads import threads_per_shard
 
 STOP_TIMEOUT_S = 20.0
 

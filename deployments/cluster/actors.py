@@ -2,6 +2,9 @@
 
 Owns the environment of processes that compute, the actor options, and the link from shard 0 to the controller. Knows no
 HTTP. Ray calls carry bring-up, reports and lifecycle, never a decode step.
+
+The replica imports this module to name the classes, so torch is imported only by the constructors and calls that run in
+the actor's own process.
 """
 
 from __future__ import annotations
@@ -10,22 +13,26 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 from ray.exceptions import RayError
 
 from autoscale.control.report import Observation
 from autoscale.replicas.decision import ReplicaLoad
-from deployments.cluster.paced_shard import PacedShard
 from deployments.cluster.placement import CONTROLLER_NAMESPACE, controller_name
 from engine.checkpoint.store import cache_folder
 from engine.core.pacing import PlanSlot
 from engine.draft.messages import DraftInfo
-from engine.draft_buffer.target_endpoint import BufferHandle
+from engine.draft_buffer.handle import BufferHandle
+from engine.errors import EngineUnavailable
+from engine.ipc.forward_broadcast import ForwardHandle
+from engine.messages import CheckedGrammar, GrammarSpec
 from engine.metrics.counters import MetricSnapshot
-from engine.workers.draft_worker import DraftWorker
-from engine.workers.target_shard import TargetShard
+from engine.workers.shard_ready import ShardReady
+
+if TYPE_CHECKING:
+    from deployments.cluster.paced_shard import PacedShard
 
 REPORT_PERIOD_S = 0.25
 REPORT_TIMEOUT_S = 2.0
@@ -54,11 +61,48 @@ class ProcessMixin:
         return os.getpid()
 
 
-class ShardActor(ProcessMixin, TargetShard):
-    """A target shard. On rank 0 `start_leader` makes it the leader; the calls below it are for rank 0 only."""
+class ShardActor(ProcessMixin):
+    """A target shard. On rank 0 `start_leader` makes it the leader; the calls below it are for rank 0 only.
 
-    paced: PacedShard
-    """The leader and its pace. Set by `start_leader`."""
+    The calls above `start_leader` are those of `TargetShard`. Its arguments are those of the constructor.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        from engine.workers.target_shard import TargetShard
+
+        self._shard = TargetShard(*args, **kwargs)
+        self._paced: PacedShard | None = None  # on rank 0
+
+    def open_rendezvous(self) -> int:
+        """See `TargetShard.open_rendezvous`."""
+        return self._shard.open_rendezvous()
+
+    def load(self, rendezvous_port: int | None) -> ShardReady:
+        """See `TargetShard.load`."""
+        return self._shard.load(rendezvous_port)
+
+    def allocate(self, num_blocks: int, max_model_len: int) -> None:
+        """See `TargetShard.allocate`."""
+        self._shard.allocate(num_blocks, max_model_len)
+
+    def forward_handle(self, rank: int) -> ForwardHandle:
+        """See `TargetShard.forward_handle`."""
+        return self._shard.forward_handle(rank)
+
+    def follow(self, handle: ForwardHandle) -> None:
+        """See `TargetShard.follow`."""
+        self._shard.follow(handle)
+
+    def stop(self) -> None:
+        """See `TargetShard.stop`."""
+        self._shard.stop()
+
+    def run(self) -> None:
+        """Lead on rank 0, follow on the others, until `stop`."""
+        if self._shard.rank == 0:
+            self._leading().leader.run()
+        else:
+            self._shard.run()
 
     def start_leader(self, app_name: str, engine_id: str) -> str:
         """Measure costs, build the step loop, and report to the app's controller from now on. The other shards run.
@@ -66,44 +110,75 @@ class ShardActor(ProcessMixin, TargetShard):
         Returns:
             Path of the unix socket that the replica connects to.
         """
-        self.paced = PacedShard(self, cache_folder() / "costs")
+        from deployments.cluster.paced_shard import PacedShard
+
+        self._paced = paced = PacedShard(self._shard, cache_folder() / "costs")
         name = controller_name(app_name)
         link = ControllerLink(
-            engine_id, self.paced, find=lambda: ray.get_actor(name, namespace=CONTROLLER_NAMESPACE), wait=_wait
+            engine_id, paced, find=lambda: ray.get_actor(name, namespace=CONTROLLER_NAMESPACE), wait=_wait
         )
         threading.Thread(target=link.run, name="controller-link", daemon=True).start()
-        return self.paced.leader.path
-
-    def run(self) -> None:
-        """Lead on rank 0, follow on the others, until `stop`."""
-        if self.rank == 0:
-            self.paced.leader.run()
-        else:
-            super().run()
+        return paced.leader.path
 
     def heartbeat(self) -> int:
         """See `PacedShard.heartbeat`."""
-        return self.paced.heartbeat()
+        return self._leading().heartbeat()
 
     def metrics(self) -> MetricSnapshot:
         """See `PacedShard.metrics`."""
-        return self.paced.metrics()
+        return self._leading().metrics()
 
     def replica_load(self) -> ReplicaLoad:
         """See `PacedShard.replica_load`."""
-        return self.paced.replica_load()
+        return self._leading().replica_load()
 
     def open_draft_buffer(self, info: DraftInfo, epoch: int) -> BufferHandle:
         """See `DraftConnection.open`."""
-        return self.paced.leader.open_draft_buffer(info, epoch)
+        return self._leading().leader.open_draft_buffer(info, epoch)
 
     def attach_measured_draft(self, timeout_s: float) -> None:
         """See `PacedShard.attach_measured_draft`."""
-        self.paced.attach_measured_draft(timeout_s)
+        self._leading().attach_measured_draft(timeout_s)
+
+    def check_grammar(self, spec: GrammarSpec, before: str) -> CheckedGrammar:
+        """See `engine.sampling.grammar.checked`."""
+        from engine.sampling.grammar import checked
+
+        return checked(spec, before)
+
+    def _leading(self) -> PacedShard:
+        if self._paced is None:
+            raise EngineUnavailable("this shard does not lead yet")
+        return self._paced
 
 
-class DraftActor(ProcessMixin, DraftWorker):
-    """A draft worker."""
+class DraftActor(ProcessMixin):
+    """A draft worker. The calls and the arguments are those of `DraftWorker`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        from engine.workers.draft_worker import DraftWorker
+
+        self._worker = DraftWorker(*args, **kwargs)
+
+    def load(self) -> DraftInfo:
+        """See `DraftWorker.load`."""
+        return self._worker.load()
+
+    def connect(self, handle: BufferHandle) -> None:
+        """See `DraftWorker.connect`."""
+        self._worker.connect(handle)
+
+    def run(self) -> None:
+        """See `DraftWorker.run`."""
+        self._worker.run()
+
+    def stop(self) -> None:
+        """See `DraftWorker.stop`."""
+        self._worker.stop()
+
+    def metrics(self) -> MetricSnapshot:
+        """See `DraftWorker.metrics`."""
+        return self._worker.metrics()
 
 
 class Reporter(Protocol):

@@ -7,8 +7,10 @@ request waits for a draft. Does not know where the actor is placed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -21,12 +23,60 @@ ATTACH_TIMEOUT_S = 30.0
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class LoadingDraft:
+    """A draft's actor that was told to load."""
+
+    actor: Any
+    info: Any
+    """The result of `load`, to be awaited."""
+
+
+class DraftStarter:
+    """Starts the processes of drafts. The first one may load while its target does.
+
+    Args:
+        make: starts the actor of a draft and returns its handle.
+        kill: ends an actor.
+    """
+
+    def __init__(self, make: Callable[[], Any], *, kill: Callable[[Any], None] = ray.kill) -> None:
+        self._make = make
+        self._kill = kill
+        self._begun: LoadingDraft | None = None
+
+    def begin(self) -> None:
+        """Start a draft for the next call of `start`."""
+        self._begun = self._new()
+
+    async def until_loaded(self) -> None:
+        """Wait for the draft of `begin` to load or fail; return at once without one."""
+        if self._begun is not None:
+            with contextlib.suppress(Exception):  # `DraftSupervisor.bring_up` raises it
+                await self._begun.info
+
+    def start(self) -> LoadingDraft:
+        """The draft of `begin`, or a new one."""
+        draft, self._begun = self._begun or self._new(), None
+        return draft
+
+    def discard(self) -> None:
+        """End the draft of `begin` that nobody has taken. Idempotent."""
+        if self._begun is not None:
+            self._kill(self._begun.actor)
+            self._begun = None
+
+    def _new(self) -> LoadingDraft:
+        actor = self._make()
+        return LoadingDraft(actor, actor.load.remote())
+
+
 class DraftSupervisor:
     """Created once per target. Call `bring_up`, then run `supervise` as a task.
 
     Args:
         rank0: actor of the target's shard 0.
-        make: starts the actor of a draft and returns its handle.
+        starter: starts drafts.
         kill: ends an actor.
         backoff: pauses before restarts.
     """
@@ -34,13 +84,13 @@ class DraftSupervisor:
     def __init__(
         self,
         rank0: Any,
-        make: Callable[[], Any],
+        starter: DraftStarter,
         *,
         kill: Callable[[Any], None] = ray.kill,
         backoff: Backoff | None = None,
     ) -> None:
         self._rank0 = rank0
-        self._make = make
+        self._starter = starter
         self._kill = kill
         self._backoff = backoff or Backoff(first_s=1.0, longest_s=60.0)
         self._epoch = 0
@@ -63,8 +113,9 @@ class DraftSupervisor:
         """Start a draft and attach it to the target. Raises what the draft raised while loading."""
         self._epoch += 1
         self._lost.clear()
-        self._actor = self._make()
-        info: DraftInfo = await self._actor.load.remote()
+        loading = self._starter.start()
+        self._actor = loading.actor
+        info: DraftInfo = await loading.info
         handle = await self._rank0.open_draft_buffer.remote(info, self._epoch)
         await self._actor.connect.remote(handle)
         self._run = self._actor.run.remote()

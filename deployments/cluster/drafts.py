@@ -84,7 +84,6 @@ def check_draft_vocabulary(target_folder: Path, draft_folder: Path) -> None:
 
 
 def _tokens_by_id(folder: Path) -> dict[int, str]:
-    from transformers import AutoTokenizer  # takes seconds and imports torch; the command needs neither
+    from deployments.text.tokenizer import load_tokenizer  # the command needs none of what it imports
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    return {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+    return {token_id: token for token, token_id in load_tokenizer(folder).get_vocab().items()}

@@ -23,7 +23,7 @@ from autoscale.replicas.decision import ReplicaDecision, ReplicaLoad
 from deployments.cluster.actors import DraftActor, actor, device_env
 from deployments.cluster.backoff import Backoff
 from deployments.cluster.controller_handle import ControllerHandle, start_controller
-from deployments.cluster.draft_supervisor import DraftSupervisor
+from deployments.cluster.draft_supervisor import DraftStarter, DraftSupervisor
 from deployments.cluster.placement import draft_bundle
 from deployments.cluster.shard_client import ShardClient
 from deployments.cluster.shard_group import ShardGroup
@@ -33,12 +33,14 @@ from deployments.settings import AppSettings
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import EngineUnavailable
 from engine.ipc.wire import DraftStatus
+from engine.messages import CheckedGrammar, GrammarSpec
 from engine.metrics.counters import MetricCounters, MetricSnapshot, merge
 from engine.metrics.labels import SCALING_REASONS
-from engine.model.device import threads_per_shard
-from engine.workers.target_shard import ShardReady
+from engine.threads import threads_per_shard
+from engine.workers.shard_ready import ShardReady
 
 METRICS_TIMEOUT_S = 1.0
+PATIENCE_S = 30.0
 
 OnDraft = Callable[[DraftStatus], None]
 OnFailed = Callable[[str], None]
@@ -65,11 +67,13 @@ class EngineGroup:
         make_target: creates a target, not started. It calls the first argument when its draft comes up or goes down,
             and the second once with the reason when it fails.
         make_draft: creates the supervisor of a draft for the actor of shard 0; None for an engine without a draft.
+        early_draft: starts the first draft, which loads while the target does; None to load it afterwards.
         controller: the app's controller, not started.
         start_timeout_s: seconds that a target may take to start.
         num_replicas: the configured number of replicas; None if Serve's autoscaler decides.
         backoff: pauses before restarts of the target.
         metrics_timeout_s: seconds to wait for the metrics of each process.
+        patience_s: seconds that the check of a grammar may wait for a target.
     """
 
     def __init__(
@@ -77,17 +81,21 @@ class EngineGroup:
         *,
         make_target: Callable[[OnDraft, OnFailed], GroupTarget],
         make_draft: Callable[[Any], DraftSupervisor] | None,
+        early_draft: DraftStarter | None = None,
         controller: ControllerHandle,
         start_timeout_s: float,
         num_replicas: int | None,
         backoff: Backoff | None = None,
         metrics_timeout_s: float = METRICS_TIMEOUT_S,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self.controller = controller
         """The controller of the app."""
         self._make_draft = make_draft
+        self._early_draft = early_draft
         self._num_replicas = num_replicas
         self._metrics_timeout_s = metrics_timeout_s
+        self._patience_s = patience_s
         self._tasks: list[asyncio.Task[None]] = []
         self._targets = TargetSupervisor(
             lambda on_failed: make_target(self._on_draft, on_failed),
@@ -105,6 +113,8 @@ class EngineGroup:
     async def start(self) -> ShardReady:
         """Start everything. Raises what the first failing actor raised, or TimeoutError."""
         self.controller.start()
+        if self._early_draft is not None:
+            self._early_draft.begin()
         ready = await self._targets.start()
         self._attach_draft()
         if self._draft is not None:
@@ -141,6 +151,20 @@ class EngineGroup:
         if self._draft is not None and not self._draft.is_up:
             return Health(status="degraded", reason=f"serving without a draft: {self._draft.reason}", draft=draft)
         return Health(status="ok", draft=draft)
+
+    async def check_grammar(self, spec: GrammarSpec, before: str) -> CheckedGrammar:
+        """The result of `engine.sampling.grammar.checked`, from the target that serves now or the next one.
+
+        Raises:
+            EngineUnavailable: there is none in time.
+        """
+        target = await self._targets.wait(self._patience_s)
+        try:
+            async with asyncio.timeout(self._patience_s):
+                found: CheckedGrammar = await target.rank0.check_grammar.remote(spec, before)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            raise EngineUnavailable("The engine cannot check the grammar now; try again soon") from error
+        return found
 
     async def replica_load(self) -> ReplicaLoad | None:
         """Load and expected time per token; None while no target serves or its shard 0 does not respond."""
@@ -218,6 +242,8 @@ class EngineGroup:
             self._draft_task.cancel()
             await asyncio.gather(self._draft_task, return_exceptions=True)
             self._draft_task = None
+        if self._early_draft is not None:
+            self._early_draft.discard()
         if self._draft is not None:
             self._draft.lost("its target is being replaced")
             self._draft.kill()
@@ -257,6 +283,12 @@ def engine_group_on_ray(
             )
         return options
 
+    def start_draft() -> Any:
+        options = placed(draft_bundle(settings.engine)) | _draft_options(settings)
+        return actor(DraftActor, **options).remote(settings.engine, draft_folder, folder, node_id=node_id)
+
+    drafts = DraftStarter(start_draft) if draft is not None else None
+
     def make_target(on_draft: OnDraft, on_failed: OnFailed) -> ShardGroup:
         return ShardGroup(
             settings,
@@ -268,19 +300,18 @@ def engine_group_on_ray(
             draft=draft,
             on_draft=on_draft,
             on_failed=on_failed,
+            quiet=drafts.until_loaded if drafts is not None else None,
         )
-
-    def start_draft() -> Any:
-        options = placed(draft_bundle(settings.engine)) | _draft_options(settings)
-        return actor(DraftActor, **options).remote(settings.engine, draft_folder, folder, node_id=node_id)
 
     return EngineGroup(
         make_target=make_target,
-        make_draft=(lambda rank0: DraftSupervisor(rank0, start_draft)) if draft is not None else None,
+        make_draft=(lambda rank0: DraftSupervisor(rank0, drafts)) if drafts is not None else None,
+        early_draft=drafts,
         controller=ControllerHandle(
             lambda: start_controller(app_name, initial_plan(settings.engine.speculative), placed(0))
         ),
         start_timeout_s=settings.start_timeout_s,
+        patience_s=settings.resume_timeout_s,
         num_replicas=settings.num_replicas if settings.autoscaling is None else None,
     )
 

@@ -26,7 +26,8 @@ from engine.core.pacing import PlanSlot
 from engine.draft.messages import DraftRequestRow, DraftResponse
 from engine.draft.remote import DraftLink
 from engine.metrics.counters import MetricCounters, MetricSnapshot, merge
-from engine.model.device import gpu_name, threads_per_shard
+from engine.model.device import gpu_name, release_freed_memory
+from engine.threads import threads_per_shard
 from engine.workers.leader import Leader
 from engine.workers.target_shard import TargetShard
 
@@ -46,6 +47,8 @@ class PacedShard:
         speculative = shard.config.speculative
         self._costs = TableCache(cost_folder, cost_identity(shard))
         table = first_costs(shard, self._costs)
+        shard.runner.clear()
+        release_freed_memory()  # of loading and measuring
         goodput = make_goodput(speculative.method, speculative.k, table, lookup=speculative.lookup)
         self._goodput = goodput
         self.slot = slot = PlanSlot(initial_plan(speculative))

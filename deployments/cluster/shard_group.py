@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,9 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.errors import ShardDown
 from engine.ipc.forward_broadcast import ForwardHandle
 from engine.ipc.wire import DraftStatus
-from engine.model.device import threads_per_shard
+from engine.threads import threads_per_shard
 from engine.workers.bring_up import bring_up
-from engine.workers.target_shard import ShardReady
+from engine.workers.shard_ready import ShardReady
 
 HEARTBEAT_PERIOD_S = 1.0
 STOP_TIMEOUT_S = 2.0
@@ -76,6 +76,7 @@ class ShardGroup:
         draft: configuration of the draft, which shares shard 0's device and may read its hidden states; None without.
         on_draft: called when the target gains or loses its draft.
         on_failed: called once with the reason when the group ends by itself.
+        quiet: awaited before costs are measured; returns when nothing else loads that would disturb the measurement.
         make_actor: makes an actor class from a class and Ray options.
         kill: ends an actor at once.
     """
@@ -92,6 +93,7 @@ class ShardGroup:
         draft: ModelConfig | None,
         on_draft: Callable[[DraftStatus], None],
         on_failed: Callable[[str], None],
+        quiet: Callable[[], Awaitable[None]] | None = None,
         make_actor: Callable[..., Any] = actor,
         kill: Callable[[Any], None] = ray.kill,
     ) -> None:
@@ -104,6 +106,7 @@ class ShardGroup:
         self._draft = draft
         self._on_draft = on_draft
         self._on_failed = on_failed
+        self._quiet = quiet
         self._make_actor = make_actor
         self._kill = kill
         self._shards: list[Any] = []
@@ -143,6 +146,8 @@ class ShardGroup:
         self._processes = [psutil.Process(pid) for pid in pids]
         ready = await bring_up([ActorShard(shard) for shard in self._shards], block_size=engine.kv_block_size)
         self._run(self._shards[1:])  # the followers must run while the leader measures costs
+        if self._quiet is not None:
+            await self._quiet()
         path = await self.rank0.start_leader.remote(self._app_name, self._engine_id)
         self._run(self._shards[:1])
         self._client = await ShardClient.connect(path, on_draft=self._on_draft, on_lost=self._fail)

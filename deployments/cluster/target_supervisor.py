@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 from deployments.cluster.backoff import Backoff
 from engine.errors import EngineError, EngineUnavailable
-from engine.workers.target_shard import ShardReady
+from engine.workers.shard_ready import ShardReady
 
 MAX_RESTARTS = 6
 """Number of restarts in a row that may fail to start."""

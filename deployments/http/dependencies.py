@@ -11,6 +11,7 @@ from deployments.engine_client import EngineClient
 from deployments.http.admission import Admission
 from deployments.openai.prompts import ApiLimits
 from deployments.text.tokenizer import TextCodec
+from engine.messages import CheckGrammar
 
 MAX_UNBOUNDED = 1 << 30
 """Capacity of the default admission: practically no bound."""
@@ -56,6 +57,8 @@ class ApiDependencies:
     """The engine that runs the requests."""
     codec: TextCodec
     """Converts between text and token ids."""
+    check_grammar: CheckGrammar
+    """Checks the grammars of requests; called in threads."""
     model_name: str
     """The only value that requests may send as `model`."""
     created: int

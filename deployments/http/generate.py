@@ -126,7 +126,7 @@ async def _prepare(
         body = await asyncio.to_thread(parse, raw)
     else:
         body = parse(raw)
-    make = partial(make_submits, body, request_id, dependencies.codec, dependencies.limits)
+    make = partial(make_submits, body, request_id, dependencies.codec, dependencies.limits, dependencies.check_grammar)
     return body, await asyncio.to_thread(make) if is_long or body.needs_grammar else make()
 
 

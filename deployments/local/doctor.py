@@ -26,6 +26,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.model.native import NativeUnavailable
 from engine.model.native.library import check_machine as check_native
+from engine.threads import threads_per_shard, usable_cpus
 
 OPEN_FILES = 4096
 """File descriptors that Ray, one replica and a few hundred connections take."""
@@ -61,10 +62,9 @@ def startup_lines(engine: EngineConfig) -> list[str]:
     if len(found) >= engine.tensor_parallel_size and build is not None and build.cuda is not None:
         return [f"Device: cuda, {found[0].name} x {engine.tensor_parallel_size}", "Kernel: torch"]
     why_not = native_problem(engine)
-    num_threads = engine.num_threads or max(1, (os.cpu_count() or 1) // engine.tensor_parallel_size)
     unused_gpu = f"; {found[0].name} is not used: {_unused_gpu(engine, len(found))}" if found else ""
     return [
-        f"Device: cpu, {num_threads} threads per shard{unused_gpu}",
+        f"Device: cpu, {threads_per_shard(engine)} threads per shard{unused_gpu}",
         "Kernel: native (C++)" if why_not is None else f"Kernel: torch, slower than native: {why_not}",
     ]
 
@@ -120,7 +120,7 @@ def _gpus(engine: EngineConfig) -> Finding:
 
 
 def _cpu() -> Finding:
-    return Finding("CPU", f"{machine.cpus()} CPUs, {', '.join(machine.instruction_sets()) or 'flags unknown'}")
+    return Finding("CPU", f"{usable_cpus()} CPUs, {', '.join(machine.instruction_sets()) or 'flags unknown'}")
 
 
 def _kernel(engine: EngineConfig) -> Finding:

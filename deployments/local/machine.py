@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import re
 import shutil
 import subprocess
@@ -17,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from engine.threads import usable_cpus
 
 SHARED_MEMORY = Path("/dev/shm")
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16", "i8mm", "sve")
@@ -90,11 +91,6 @@ def instruction_sets() -> list[str]:
     return [name for name in INSTRUCTION_SETS if flags and name in next(iter(flags)).split()]
 
 
-def cpus() -> int:
-    """CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def free_memory(cgroup: Path = _CGROUP) -> int:
     """Bytes that new processes can take: of the machine, or of the container's limit where that is less."""
     available = int(psutil.virtual_memory().available)
@@ -113,7 +109,7 @@ def memory_bandwidth() -> float:
     """Bytes per second that all CPUs together read and write, by copying. Takes a tenth of a second."""
     import numpy as np
 
-    num_threads = min(8, cpus())
+    num_threads = min(8, usable_cpus())
     pairs = [(np.ones(_BANDWIDTH_BYTES // 8 // num_threads), np.ones(_BANDWIDTH_BYTES // 8 // num_threads))]
     pairs += [(pairs[0][0].copy(), pairs[0][0].copy()) for _ in range(num_threads - 1)]
     best_s = float("inf")

@@ -53,6 +53,9 @@ class LocalRay:
         token_file = self.folder / "token"
         token_file.touch(mode=0o600)
         token_file.write_text(secrets.token_hex(32))
+        # One client for all calls: each new one reads the certificates of the machine.
+        self.http = httpx.Client(headers={"Authorization": f"Bearer {token_file.read_text()}"})
+        """Client for the dashboard, with its authorization."""
         self._env = os.environ | {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(token_file),
@@ -70,12 +73,6 @@ class LocalRay:
     @property
     def dashboard_url(self) -> str:
         return f"http://{LOOPBACK}:{self.dashboard_port}"
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Authorization for the dashboard's HTTP interface."""
-        token = (self.folder / "token").read_text()
-        return {"Authorization": f"Bearer {token}"}
 
     @property
     def env(self) -> dict[str, str]:
@@ -128,9 +125,7 @@ class LocalRay:
         """
         for tries_left in reversed(range(PUT_TRIES)):
             try:
-                response = httpx.put(
-                    f"{self.dashboard_url}{APPLICATIONS}", json=values, headers=self.headers, timeout=120.0
-                )
+                response = self.http.put(f"{self.dashboard_url}{APPLICATIONS}", json=values, timeout=120.0)
                 break
             except httpx.HTTPError as error:  # the first one starts Serve, which a busy machine may not do in time
                 if tries_left == 0 or not self.is_running:
@@ -143,9 +138,9 @@ class LocalRay:
         """Have Serve stop every application, each replica after the requests that it runs; waits for that."""
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(httpx.HTTPError):
-            httpx.delete(f"{self.dashboard_url}{APPLICATIONS}", headers=self.headers, timeout=10.0)
+            self.http.delete(f"{self.dashboard_url}{APPLICATIONS}", timeout=10.0)
             while time.monotonic() < deadline and self.is_running:
-                response = httpx.get(f"{self.dashboard_url}{APPLICATIONS}", headers=self.headers, timeout=5.0)
+                response = self.http.get(f"{self.dashboard_url}{APPLICATIONS}", timeout=5.0)
                 if not response.json().get("applications"):
                     return
                 time.sleep(0.2)
@@ -165,6 +160,7 @@ class LocalRay:
             _end(started)
             self._process.wait()
             self._process = None
+        self.http.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _wait_for_dashboard(self) -> bool:
@@ -172,7 +168,7 @@ class LocalRay:
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline and self.is_running:
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.dashboard_url}/api/version", headers=self.headers, timeout=2.0).is_success:
+                if self.http.get(f"{self.dashboard_url}/api/version", timeout=2.0).is_success:
                     return True
             time.sleep(0.1)
         return False

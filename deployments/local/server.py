@@ -32,6 +32,8 @@ from engine.checkpoint.store import resolve_model
 from engine.errors import ConfigError, EngineUnavailable
 
 WILDCARDS = ("0.0.0.0", "::")
+ASK_PERIOD_S = 1.0
+"""Seconds between two questions to Serve whether the deployment has failed; each one costs Serve time."""
 SPARE_CPUS = 2
 """Logical CPUs for Serve's own tasks, in addition to the replica's."""
 
@@ -147,23 +149,27 @@ def _raise_stopped(number: int, frame: FrameType | None) -> None:
 
 def _wait_until_healthy(ray: LocalRay, base: str, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"{base}/health", timeout=2.0).is_success:
-                return
-        failed = _deploy_failure(ray)
-        if failed is not None:
-            raise EngineUnavailable(f"the deployment failed:\n{failed}")
-        if not ray.is_running:
-            raise EngineUnavailable(f"Ray ended by itself:\n{ray.log_tail()}")
-        time.sleep(0.25)
+    ask_s = time.monotonic() + ASK_PERIOD_S
+    with httpx.Client(timeout=2.0) as client:
+        while time.monotonic() < deadline:
+            with contextlib.suppress(httpx.HTTPError):
+                if client.get(f"{base}/health").is_success:
+                    return
+            if not ray.is_running:
+                raise EngineUnavailable(f"Ray ended by itself:\n{ray.log_tail()}")
+            if time.monotonic() >= ask_s:
+                failed = _deploy_failure(ray)
+                if failed is not None:
+                    raise EngineUnavailable(f"the deployment failed:\n{failed}")
+                ask_s = time.monotonic() + ASK_PERIOD_S
+            time.sleep(0.1)
     raise EngineUnavailable(f"not healthy within {timeout_s:.0f} s; Ray's logs are under {ray.folder}")
 
 
 def _deploy_failure(ray: LocalRay) -> str | None:
     """Why Serve gave up; None while it has not."""
     try:
-        response = httpx.get(f"{ray.dashboard_url}{APPLICATIONS}", headers=ray.headers, timeout=5.0)
+        response = ray.http.get(f"{ray.dashboard_url}{APPLICATIONS}", timeout=5.0)
         applications = response.json().get("applications", {})
     except (httpx.HTTPError, ValueError):
         return None

@@ -16,7 +16,7 @@ from deployments.openai.structured import after_thoughts, check_grammar
 from deployments.openai.tool_grammar import forcing_grammar, text_or_calls
 from deployments.text.tokenizer import TextCodec
 from engine.errors import InvalidRequest
-from engine.messages import GrammarSpec, SamplingParams, SpeculativeOptions, Submit
+from engine.messages import CheckGrammar, GrammarSpec, SamplingParams, SpeculativeOptions, Submit
 
 MIN_TEMPERATURE = 1e-5
 """A lower temperature is greedy. Logits divided by it would differ by more than float32 can tell from certainty."""
@@ -42,22 +42,23 @@ def choose_max_tokens(body: ChatBody | CompletionBody, num_prompt: int, limits: 
 
 
 def make_submits(
-    body: ChatBody | CompletionBody, request_id: str, codec: TextCodec, limits: ApiLimits
+    body: ChatBody | CompletionBody, request_id: str, codec: TextCodec, limits: ApiLimits, check: CheckGrammar
 ) -> tuple[Submit, ...]:
     """What the engine receives for a body: for each prompt in order, one submit per choice. Safe in a thread.
 
     The first submit has the request's id, the others have their index appended. Takes time linear in the prompts, and
-    milliseconds more if there is a grammar.
+    milliseconds more if there is a grammar, which `check` checks.
 
     Raises:
+        EngineUnavailable: there is no engine to check a grammar.
         InvalidRequest: naming the field.
     """
     prompts = encode_prompts(body, codec, limits)
-    grammar = choose_grammar(body, codec)
+    grammar = choose_grammar(body, codec, check)
     if grammar is not None and isinstance(body, ChatBody) and body.begins_a_turn and codec.has_thoughts:
         (prompt,) = prompts
         if not codec.closes_thoughts(prompt):
-            grammar = after_thoughts(grammar, is_open=codec.opens_thoughts(prompt))
+            grammar = after_thoughts(grammar, is_open=codec.opens_thoughts(prompt), check=check)
     speculative = SpeculativeOptions()
     if body.speculative is not None:
         speculative = SpeculativeOptions(enabled=body.speculative.enabled, max_k=body.speculative.max_k)
@@ -122,7 +123,7 @@ def _next_seed(seed: int, number: int) -> int:
     return (seed + number + 2**63) % 2**64 - 2**63
 
 
-def choose_grammar(body: ChatBody | CompletionBody, codec: TextCodec) -> GrammarSpec | None:
+def choose_grammar(body: ChatBody | CompletionBody, codec: TextCodec, check: CheckGrammar) -> GrammarSpec | None:
     """The grammar of a body's text, checked: the one it sets, or that of its tools.
 
     Raises:
@@ -130,14 +131,16 @@ def choose_grammar(body: ChatBody | CompletionBody, codec: TextCodec) -> Grammar
     """
     field, grammar = next(iter(body.grammars()), ("tool_choice", None))
     if grammar is not None:
-        check_grammar(grammar, field)
+        check_grammar(grammar, field, check)
     elif isinstance(body, ChatBody) and body.may_call_tools and codec.tool_form is not None:
         is_parallel = body.parallel_tool_calls is not False
         if body.must_call_tools:
             is_parallel = is_parallel and body.tool_mode.mode == "required"
-            grammar = forcing_grammar(codec.tool_form, body.tools or (), body.tool_mode, is_parallel=is_parallel)
+            grammar = forcing_grammar(
+                codec.tool_form, body.tools or (), body.tool_mode, is_parallel=is_parallel, check=check
+            )
         elif codec.tool_form == "generic":
-            grammar = text_or_calls(body.tools or (), is_parallel=is_parallel)
+            grammar = text_or_calls(body.tools or (), is_parallel=is_parallel, check=check)
     if grammar is not None and body.ignore_eos:
         raise InvalidRequest(f"ignore_eos cannot be combined with {field}, whose text has an end", field="ignore_eos")
     return grammar

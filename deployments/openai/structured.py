@@ -1,8 +1,8 @@
 """Structured output: which grammar a request sets, its limits, and whether it can be enforced.
 
 Owns the fields that set one (`response_format`, `structured_outputs`, `guided_*`), of which a request may use one, and
-grammars that begin after the model's thoughts. Checking a grammar takes milliseconds, so it belongs in a thread. Does
-not know how the engine applies a grammar.
+grammars that begin after the model's thoughts. Parsing is behind `CheckGrammar`: it takes milliseconds and may ask
+another process, so a check belongs in a thread. Does not know how the engine applies a grammar.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-import xgrammar
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from deployments.openai.fields import Body, field_error, value_error
 from deployments.text.reasoning import END_THINK, THINK
 from engine.errors import InvalidRequest
-from engine.messages import GrammarKind, GrammarSpec
-from engine.sampling.grammar import to_ebnf, validate_grammar
+from engine.messages import CheckGrammar, GrammarKind, GrammarSpec
 
 MAX_GRAMMAR_LEN = 65_536
 """Most characters of a schema, EBNF or list of choices."""
@@ -160,10 +158,19 @@ def response_grammar(response_format: ResponseFormat | None) -> GrammarSpec | No
     return GrammarSpec(kind="json_schema", text=json.dumps(response_format.json_schema.schema_, ensure_ascii=False))
 
 
-def check_grammar(spec: GrammarSpec, field: str) -> None:
+def check_grammar(spec: GrammarSpec, field: str, check: CheckGrammar) -> str:
     """Refuse a grammar that is too large or too deep, does not parse, or cannot be enforced exactly.
 
+    Args:
+        spec: the grammar.
+        field: name of the request's field that sets it.
+        check: the engine's check.
+
+    Returns:
+        The grammar in EBNF.
+
     Raises:
+        EngineUnavailable: there is no engine to check it.
         InvalidRequest: naming `field`.
     """
     if len(spec.text) > MAX_GRAMMAR_LEN:
@@ -172,23 +179,22 @@ def check_grammar(spec: GrammarSpec, field: str) -> None:
         )
     if spec.kind == "json_schema" and _depth(spec.text) > MAX_DEPTH:
         raise InvalidRequest(f"{field} is nested deeper than {MAX_DEPTH} levels", field=field)
-    try:
-        validate_grammar(spec, field=field)
-    except (TypeError, AttributeError, KeyError) as error:  # A keyword's value has a type that the compiler rejects.
-        raise InvalidRequest(f"{field} is not a well-formed schema: {error}", field=field) from error
+    found = check(spec)
+    if found.problem is not None:
+        raise InvalidRequest(f"{field}: {found.problem}", field=field)
+    return found.ebnf
 
 
-def after_thoughts(spec: GrammarSpec, *, is_open: bool) -> GrammarSpec:
+def after_thoughts(spec: GrammarSpec, *, is_open: bool, check: CheckGrammar) -> GrammarSpec:
     """A grammar whose text may follow the model's thoughts.
 
     Args:
         spec: grammar of the text, checked.
         is_open: the prompt has begun the thoughts, so the response continues and closes them.
+        check: the engine's check, which also combines grammars.
     """
     rules = f"root ::= {_CLOSED}\n" if is_open else f'root ::= "" | "{THINK}" {_CLOSED}\n'
-    thoughts = xgrammar.Grammar.from_ebnf(rules + _THOUGHT_RULES)
-    text = xgrammar.Grammar.from_ebnf(to_ebnf(spec))
-    return GrammarSpec(kind="ebnf", text=str(xgrammar.Grammar.concat(thoughts, text)))
+    return GrammarSpec(kind="ebnf", text=check(spec, rules + _THOUGHT_RULES).ebnf)
 
 
 def _depth(text: str) -> int:

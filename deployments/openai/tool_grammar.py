@@ -13,14 +13,15 @@ from typing import Any
 from deployments.openai.messages import Tool, ToolChoice
 from deployments.openai.structured import check_grammar
 from deployments.text.tool_calls import CLOSE, OPEN, ToolForm
-from engine.messages import GrammarSpec
-from engine.sampling.grammar import to_ebnf
+from engine.messages import CheckGrammar, GrammarSpec
 
 MAX_FORCED_CALLS = 16
 """Most calls in one response that must call tools."""
 
 
-def forcing_grammar(form: ToolForm, tools: Sequence[Tool], choice: ToolChoice, *, is_parallel: bool) -> GrammarSpec:
+def forcing_grammar(
+    form: ToolForm, tools: Sequence[Tool], choice: ToolChoice, *, is_parallel: bool, check: CheckGrammar
+) -> GrammarSpec:
     """The grammar of responses that are nothing but calls of the chosen tools, with arguments by their schemas.
 
     The Qwen XML form is forced as JSON between its tags, which its parser reads as well. The Mistral form is forced as
@@ -36,31 +37,31 @@ def forcing_grammar(form: ToolForm, tools: Sequence[Tool], choice: ToolChoice, *
         definitions = call.pop("$defs")
         call = {"$defs": definitions, "type": "array", "items": call, "minItems": 1, "maxItems": most}
     schema = GrammarSpec(kind="json_schema", text=json.dumps(call, ensure_ascii=False))
-    check_grammar(schema, "tools")
+    ebnf = check_grammar(schema, "tools", check)
     if form in ("llama3", "mistral"):
         return schema
-    return _tagged_calls(schema, is_parallel=is_parallel)
+    return _tagged_calls(ebnf, is_parallel=is_parallel, check=check)
 
 
-def text_or_calls(tools: Sequence[Tool], *, is_parallel: bool) -> GrammarSpec:
+def text_or_calls(tools: Sequence[Tool], *, is_parallel: bool, check: CheckGrammar) -> GrammarSpec:
     """The grammar of a response in the generic form: calls by the tools' schemas, or text that does not begin with `<`.
 
     Raises:
         InvalidRequest: a tool's schema cannot be enforced; field `tools`.
     """
     schema = GrammarSpec(kind="json_schema", text=json.dumps(_calls_schema(tools, "arguments"), ensure_ascii=False))
-    check_grammar(schema, "tools")
-    return _tagged_calls(schema, is_parallel=is_parallel, others=r'"" | [^<] [^\0]* | ')
+    ebnf = check_grammar(schema, "tools", check)
+    return _tagged_calls(ebnf, is_parallel=is_parallel, check=check, others=r'"" | [^<] [^\0]* | ')
 
 
-def _tagged_calls(schema: GrammarSpec, *, is_parallel: bool, others: str = "") -> GrammarSpec:
-    """One call or, if parallel, several, each between tags and by the schema; `others` are alternatives, in EBNF."""
+def _tagged_calls(ebnf: str, *, is_parallel: bool, check: CheckGrammar, others: str = "") -> GrammarSpec:
+    """One call or, if parallel, several, each between tags and by the rules; `others` are alternatives, in EBNF."""
     # The schema refers to itself by its definitions only, so nothing else names the start rule.
-    rules = f"\n{to_ebnf(schema)}".replace("\nroot ::=", "\ntool_call ::=", 1)
+    rules = f"\n{ebnf}".replace("\nroot ::=", "\ntool_call ::=", 1)
     call = f'"{OPEN}\\n" tool_call "\\n{CLOSE}"'
     more = f' ("\\n" {call}){{0,{MAX_FORCED_CALLS - 1}}}' if is_parallel else ""
     spec = GrammarSpec(kind="ebnf", text=f"root ::= {others}{call}{more}{rules}")
-    check_grammar(spec, "tools")
+    check_grammar(spec, "tools", check)
     return spec
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from deployments.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from deployments.text.logprobs import TokenName
@@ -23,8 +22,6 @@ from engine.checkpoint.model_config import eos_token_ids
 from engine.errors import ConfigError, InvalidRequest
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
-_TEMPLATE_NAMES = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
-"""Names that `chat_template_kwargs` may not set."""
 _INFILL_TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -64,6 +61,7 @@ class TextCodec:
         backend.no_truncation()
         backend.no_padding()
         self._tokenizer = tokenizer
+        self._taken_names = frozenset(inspect.signature(type(tokenizer).apply_chat_template).parameters) | {"messages"}
         self._backend = backend
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
@@ -95,7 +93,7 @@ class TextCodec:
             ConfigError: no usable tokenizer there.
         """
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+            tokenizer = load_tokenizer(Path(folder))
             own = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
             stop_token_ids = (*own, *eos_token_ids(Path(folder)))
         except Exception as error:  # the library raises anything for what is wrong
@@ -138,7 +136,7 @@ class TextCodec:
         """
         if not self._tokenizer.chat_template:
             raise InvalidRequest("This model has no chat template; use /v1/completions", field="messages")
-        taken = next((name for name in options or () if name in _TEMPLATE_NAMES), None)
+        taken = next((name for name in options or () if name in self._taken_names), None)
         if taken is not None:
             raise InvalidRequest(
                 f"chat_template_kwargs must not hold {taken!r}, which has another meaning", field="chat_template_kwargs"
@@ -242,6 +240,21 @@ class TextCodec:
                     middle,
                 )
         return None
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The `transformers` tokenizer of a model folder; no network, no code from the folder.
+
+    tokenizer.json is read as it is, which imports no torch. Only a folder without one needs the model's own tokenizer
+    class, which converts what is there.
+    """
+    from transformers import PreTrainedTokenizerFast  # takes a second, and `deployments.app` is imported without need
+
+    if (folder / "tokenizer.json").is_file():
+        return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
 
 
 def _template(tokenizer: Any) -> str:

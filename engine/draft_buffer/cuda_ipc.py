@@ -13,29 +13,17 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.multiprocessing import reductions
 
+from engine.draft_buffer.handle import CudaExport
 from engine.errors import ConfigError
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _MIN_BYTES = 2 * 1024 * 1024
 """Smallest allocation that does not share a 2 MiB block of the caching allocator with other tensors."""
-
-
-@dataclass(frozen=True, slots=True)
-class CudaExport:
-    """What the draft process needs to open the allocation. Picklable."""
-
-    rebuild: tuple[tuple[str, Any], ...]
-    """Arguments of torch's `rebuild_cuda_tensor`, by name."""
-    asked_event: bytes
-    """IPC handle of the event that the target records before it sends a request."""
-    responded_event: bytes
-    """IPC handle of the event that the draft records before it responds."""
 
 
 def refuse_expandable_segments(environ: Mapping[str, str] = os.environ) -> None:

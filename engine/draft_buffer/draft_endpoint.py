@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from engine.draft.messages import DraftRequest, DraftResponseRow
 from engine.draft_buffer.control_block import DraftBlock
 from engine.draft_buffer.cuda_ipc import CudaDraftPayload
-from engine.draft_buffer.handle import BufferHandle, HostPayload, Payload, as_features, as_probs, host_bytes
+from engine.draft_buffer.handle import BufferHandle
 from engine.draft_buffer.layout import PROTOCOL_VERSION, CorruptBlock
+from engine.draft_buffer.payload import HostPayload, Payload, as_features, as_probs, host_bytes
 from engine.errors import ConfigError, DraftDown, EngineUnavailable
 from engine.ipc.doorbell import DEFAULT_SPIN_S, Doorbell
 from engine.ipc.shared_memory import PeerGone, SharedMemory, join

@@ -22,8 +22,9 @@ from engine.draft.messages import DraftRequestRow, DraftResponse
 from engine.draft_buffer.control_block import DraftBlock
 from engine.draft_buffer.cuda_ipc import CudaBlock, CudaTargetPayload, gpu_uuid
 from engine.draft_buffer.draft_endpoint import DraftEndpoint, open_draft_buffer
-from engine.draft_buffer.handle import BufferHandle, HostPayload, Payload, as_features, as_probs, host_bytes
+from engine.draft_buffer.handle import BufferHandle
 from engine.draft_buffer.layout import PROTOCOL_VERSION, BufferSpec, CorruptBlock
+from engine.draft_buffer.payload import HostPayload, Payload, as_features, as_probs, host_bytes
 from engine.errors import ConfigError, DraftDown
 from engine.ipc.doorbell import DEFAULT_SPIN_S, Doorbell
 from engine.ipc.shared_memory import Host, PeerGone, SharedMemory

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import os
+import gc
 import sys
 from dataclasses import dataclass
 from typing import Literal
@@ -12,6 +13,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.threads import threads_per_shard
 
 
 def pick_device(wanted: str) -> torch.device:
@@ -55,11 +57,6 @@ def pick_dtype(wanted: str) -> torch.dtype:
     return torch.float32 if wanted == "float32" else torch.bfloat16
 
 
-def threads_per_shard(config: EngineConfig) -> int:
-    """Number of CPU threads of one shard."""
-    return config.num_threads or max(1, (os.cpu_count() or 1) // config.tensor_parallel_size)
-
-
 def set_threads(config: EngineConfig, *, own_threads: bool = False) -> None:
     """Apply `threads_per_shard` to the calling thread's PyTorch operators.
 
@@ -94,6 +91,17 @@ def keep_freed_memory() -> bool:
     trimmed = mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
     mapped = mallopt(_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP)
     return bool(trimmed and mapped)
+
+
+def release_freed_memory() -> None:
+    """Give memory that was freed back to the system, once. For the end of a start, whose buffers nothing needs again.
+
+    Without it `keep_freed_memory` keeps them. Only glibc needs the call.
+    """
+    gc.collect()
+    if sys.platform.startswith("linux"):
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 KernelKind = Literal["auto", "native", "torch", "triton", "reference"]

@@ -42,12 +42,13 @@ class ModelRunner:
         self.block_size = block_size
         if model.device.type == "cpu":
             keep_freed_memory()
+        self._mapped: list[mmap.mmap] = []  # the memory of the cache, on a CPU
         shape = (num_blocks, block_size, model.num_kv_heads, model.config.head_dim)
         with torch.inference_mode():
             self.caches = [
                 LayerCache(
-                    keys=_untouched_zeros(shape, model.dtype, model.device),
-                    values=_untouched_zeros(shape, model.dtype, model.device),
+                    keys=self._untouched_zeros(shape),
+                    values=self._untouched_zeros(shape),
                 )
                 for _ in range(model.config.num_layers)
             ]
@@ -65,20 +66,27 @@ class ModelRunner:
         """
         return self.model.forward(forward_input, self.caches)
 
+    def clear(self) -> None:
+        """Set the cache to zeros and give its memory back, where it is host memory. No request may use it."""
+        for memory in self._mapped:
+            memory.madvise(mmap.MADV_DONTNEED)
 
-def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros that take memory only once they are written: a pool is sized for the largest load and is rarely full.
+    def _untouched_zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Zeros that take memory only once they are written: a pool is sized for the largest load and is rarely full.
 
-    The memory is mapped directly. The allocator would write it, because `keep_freed_memory` makes it serve large blocks
-    from its heap.
-    """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    size = math.prod(shape)
-    memory = mmap.mmap(-1, size * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype, count=size).view(shape)
+        The memory is mapped directly. The allocator would write it, because `keep_freed_memory` makes it serve large
+        blocks from its heap.
+        """
+        dtype, device = self.model.dtype, self.model.device
+        if device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        size = math.prod(shape)
+        memory = mmap.mmap(-1, size * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._mapped.append(memory)
+        return torch.frombuffer(memory, dtype=dtype, count=size).view(shape)
 
 
 def kv_bytes_per_token(config: ModelConfig, shard: ShardSpec = WHOLE, dtype: torch.dtype = torch.bfloat16) -> int:

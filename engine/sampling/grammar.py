@@ -19,7 +19,7 @@ import torch
 import xgrammar
 
 from engine.errors import InvalidRequest
-from engine.messages import GrammarSpec
+from engine.messages import CheckedGrammar, GrammarSpec
 from engine.sampling.json_schema import schema_problems
 
 MAX_GRAMMAR_CHARS = 1 << 17
@@ -40,21 +40,27 @@ def validate_grammar(spec: GrammarSpec, *, field: str | None = None) -> None:
     Raises:
         InvalidRequest: the grammar does not parse, or uses a feature that cannot be enforced.
     """
-    try:
-        _parse(spec)
-    except (RuntimeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{field or spec.kind}: {_reason(error)}", field=field) from None
-    except (TypeError, AttributeError, KeyError) as error:  # A keyword has a value of an unexpected type.
-        raise InvalidRequest(f"{field or spec.kind}: not well-formed: {error}", field=field) from None
+    problem = checked(spec).problem
+    if problem is not None:
+        raise InvalidRequest(f"{field or spec.kind}: {problem}", field=field)
 
 
-def to_ebnf(spec: GrammarSpec) -> str:
-    """Text of a grammar in EBNF, for combining it with other rules.
+def checked(spec: GrammarSpec, before: str = "") -> CheckedGrammar:
+    """Check a grammar as `validate_grammar`, but return the problem, and the rules of a grammar without one.
 
-    Raises:
-        ValueError, RuntimeError: it is not a grammar.
+    Args:
+        spec: the grammar.
+        before: EBNF of a grammar whose text comes before it; empty for none.
     """
-    return str(_parse(spec))
+    try:
+        grammar = _parse(spec)
+        if before:
+            grammar = xgrammar.Grammar.concat(xgrammar.Grammar.from_ebnf(before), grammar)
+        return CheckedGrammar(ebnf=str(grammar))
+    except (RuntimeError, ValueError, RecursionError) as error:
+        return CheckedGrammar(problem=_reason(error))
+    except (TypeError, AttributeError, KeyError) as error:  # A keyword has a value of an unexpected type.
+        return CheckedGrammar(problem=f"not well-formed: {error}")
 
 
 def _parse(spec: GrammarSpec) -> xgrammar.Grammar:

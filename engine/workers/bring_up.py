@@ -1,17 +1,20 @@
 """The order in which the shards of a target come up, wherever they run.
 
 Owns the order of the calls, and the size of the KV cache that all shards agree on. Knows no Ray: an adapter carries the
-calls to shards in other processes, and `LocalShard` to shards in this one.
+calls to shards in other processes, and `LocalShard` to shards in this one. Imports no torch.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from engine.ipc.forward_broadcast import ForwardHandle
-from engine.workers.target_shard import ShardReady, TargetShard
+from engine.workers.shard_ready import ShardReady
+
+if TYPE_CHECKING:
+    from engine.workers.target_shard import TargetShard  # imports torch
 
 
 class ShardCalls(Protocol):

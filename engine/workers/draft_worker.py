@@ -25,7 +25,7 @@ from engine.draft.proposer import Proposer
 from engine.draft_buffer.target_endpoint import BufferHandle, DraftEndpoint, gpu_uuid, open_draft_buffer
 from engine.errors import ConfigError, EngineUnavailable
 from engine.metrics.counters import MetricCounters, MetricSnapshot
-from engine.model.device import pick_device, pick_dtype, set_threads, with_device
+from engine.model.device import pick_device, pick_dtype, release_freed_memory, set_threads, with_device
 from engine.model.load import LoadedDraft, load_draft
 from engine.model.runner import ModelRunner, kv_bytes_per_token, num_kv_blocks
 from engine.sampling.grammar import Grammars
@@ -100,6 +100,7 @@ class DraftWorker:
             architecture, pool, vocab=vocab, max_model_len=config.max_model_len, grammars=grammars
         )
         warm_up(self._proposer, width, feature_width, dtype, self._device)
+        release_freed_memory()  # of loading
         return DraftInfo(width, tuple(vocab.tolist()) if vocab is not None else None, feature_width)
 
     def connect(self, handle: BufferHandle) -> None:

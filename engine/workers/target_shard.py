@@ -15,7 +15,6 @@ in their order:
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -30,24 +29,11 @@ from engine.model.device import pick_device, pick_dtype, set_threads, with_devic
 from engine.model.load import Model, load_model
 from engine.model.runner import ModelRunner, num_kv_blocks
 from engine.workers.memory_plan import gpu_kv_bytes
+from engine.workers.shard_ready import ShardReady
 
 PEER_TIMEOUT_S = 30.0
 """Deadline for everything that another shard has to do in a step."""
 _RECEIVE_PERIOD_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class ShardReady:
-    """What a shard reports once its weights are loaded."""
-
-    num_blocks: int
-    """KV blocks that fit, the scratch block included."""
-    vocab_size: int
-    """Columns of the target's logits."""
-    max_model_len: int
-    """Longest prompt + output in tokens: the model's limit, or the configured one where that is smaller."""
-    device: str
-    """Device that computes, as PyTorch names it."""
 
 
 class TargetShard:

@@ -51,7 +51,7 @@ class Deployment:
 
     def is_running(self) -> bool:
         url = f"{self.ray.dashboard_url}/api/serve/applications/"
-        answer = httpx.get(url, headers=self.ray.headers, timeout=10).json()
+        answer = self.ray.http.get(url, timeout=10).json()
         status: str = answer["applications"]["paceline"]["status"]
         return status == "RUNNING"
 

@@ -17,6 +17,7 @@ from autoscale.simulation.hardware import HARDWARE
 from autoscale.simulation.shapes import SHAPES
 from autoscale.simulation.simulator import WORKLOADS
 from deployments.local import yaml_config
+from engine.checkpoint.store import resolve_model
 from paceline import __version__
 from paceline.cli import main
 from paceline.reports import HARDWARE_NAMES, WORKLOAD_NAMES
@@ -47,6 +48,23 @@ def test_what_waits_beside_the_server_is_lean() -> None:
     """The process of `paceline serve` lives as long as the server and only waits."""
     loaded = modules_after("import deployments.local.server, deployments.local.doctor")
     assert loaded.isdisjoint({"torch", "ray", "transformers", "xgrammar", "numpy", "fastapi"})
+
+
+def test_the_replica_imports_no_torch() -> None:
+    """Its process computes nothing. It and the task that builds the application import these modules."""
+    loaded = modules_after("import deployments.app, deployments.replica")
+    assert loaded.isdisjoint({"torch", "transformers", "xgrammar"})
+
+
+def test_the_replica_reads_its_tokenizer_and_the_values_of_the_engine_without_torch() -> None:
+    """Values are unpickled in the replica, which imports the modules that define them."""
+    folder = resolve_model("smollm2", progress=False)
+    values = "engine.draft_buffer.handle, engine.draft.messages, engine.workers.shard_ready, engine.metrics.counters"
+    loaded = modules_after(
+        f"import {values}\nfrom deployments.text.tokenizer import TextCodec\n"
+        f"TextCodec.from_folder({str(folder)!r}).encode_chat([{{'role': 'user', 'content': 'hi'}}])"
+    )
+    assert loaded.isdisjoint({"torch", "xgrammar"})
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from tiny_tokenizer import byte_level
 from deployments.engine_client import EngineClient
 from deployments.http.app import ApiDependencies, ApiLimits, build_api
 from deployments.text.tokenizer import TextCodec
+from engine.sampling.grammar import checked
 
 T = TypeVar("T")
 TOKENIZER = byte_level()
@@ -55,6 +56,7 @@ def dependencies(engine: EngineClient, codec: TextCodec = CODEC, limits: ApiLimi
     return ApiDependencies(
         engine=engine,
         codec=codec,
+        check_grammar=checked,
         model_name="tiny",
         created=7,
         limits=limits,

@@ -292,3 +292,22 @@ def test_a_table_is_cached_for_the_same_engine_only(tmp_path: Path) -> None:
         (kept,) = (tmp_path / "costs").iterdir()
         kept.write_bytes(damaged)
         assert cache.load() is None
+
+
+def test_a_slow_machine_times_small_forwards_and_extrapolates_the_others() -> None:
+    """Its longest forwards alone would take minutes. They take as long as the rows say."""
+    slow, times = TimedForward(factor=400.0), dict[int, int]()
+
+    def counted(forward_input: ForwardInput) -> None:
+        rows = len(forward_input.token_ids)
+        times[rows] = times.get(rows, 0) + 1
+        slow(forward_input)
+
+    table = profile_target(counted, **LIMITS, clock=lambda: slow.now_s)
+    assert slow.now_s < 20
+    assert times[1] > 1
+    assert times[max(times)] == 1, "a forward of more than half a second runs once"
+    assert max(times) < 256
+    truth = profile_target(whole := TimedForward(), **LIMITS, clock=lambda: whole.now_s)
+    assert table.verify_s == pytest.approx([400 * seconds for seconds in truth.verify_s], rel=0.1)
+    assert 1e-6 < table.context_s / 400 < 4e-6, "contexts are timed before large forwards"

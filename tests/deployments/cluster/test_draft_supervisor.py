@@ -11,7 +11,7 @@ import pytest
 from in_process_actors import InProcessActor, until
 
 from deployments.cluster.backoff import Backoff
-from deployments.cluster.draft_supervisor import DraftSupervisor
+from deployments.cluster.draft_supervisor import DraftStarter, DraftSupervisor
 from engine.draft.messages import DraftInfo
 from engine.metrics.counters import MetricCounters, MetricSnapshot
 
@@ -73,9 +73,10 @@ class World:
         self.states: list[str] = []  # of the supervisor whenever it starts a draft
         self.rank0 = Rank0()
         self._loads = loads or []
+        self.starter = DraftStarter(self._make)
         self.supervisor = DraftSupervisor(
             InProcessActor(self.rank0),
-            self._make,
+            self.starter,
             kill=self.killed.append,
             backoff=Backoff(first_s=0.02, longest_s=0.04),
         )
@@ -188,3 +189,31 @@ def test_kill_ends_the_process_once() -> None:
         assert await world.supervisor.metrics() == MetricSnapshot()
 
     asyncio.run(run())
+
+
+def test_a_draft_that_was_begun_early_is_the_one_that_comes_up() -> None:
+    world = World()
+
+    async def main() -> None:
+        await world.starter.until_loaded()  # nothing has begun
+        world.starter.begin()
+        await world.starter.until_loaded()
+        assert len(world.made) == 1
+        await world.supervisor.bring_up()
+        assert len(world.made) == 1
+        await world.supervisor.bring_up()
+        assert len(world.made) == 2
+
+    asyncio.run(main())
+
+
+def test_a_draft_that_was_begun_early_and_does_not_load_raises_when_it_is_brought_up() -> None:
+    world = World(loads=[False])
+
+    async def main() -> None:
+        world.starter.begin()
+        await world.starter.until_loaded()
+        with pytest.raises(RuntimeError, match="no such file"):
+            await world.supervisor.bring_up()
+
+    asyncio.run(main())

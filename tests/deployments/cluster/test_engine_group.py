@@ -14,15 +14,18 @@ from autoscale.control.controller import Controller
 from autoscale.replicas.decision import ReplicaDecision, ReplicaLoad
 from deployments.cluster.backoff import Backoff
 from deployments.cluster.controller_handle import ControllerHandle
-from deployments.cluster.draft_supervisor import DraftSupervisor
+from deployments.cluster.draft_supervisor import DraftStarter, DraftSupervisor
 from deployments.cluster.engine_group import EngineGroup
+from deployments.cluster.grammar_checks import GrammarChecks
 from deployments.cluster.target_supervisor import MAX_RESTARTS
 from engine.core.pacing import SpeculationPlan
 from engine.draft.messages import DraftInfo
 from engine.errors import EngineUnavailable
 from engine.ipc.wire import DraftStatus
+from engine.messages import CheckedGrammar, GrammarSpec
 from engine.metrics.counters import MetricCounters, MetricSnapshot
-from engine.workers.target_shard import ShardReady
+from engine.sampling.grammar import checked
+from engine.workers.shard_ready import ShardReady
 
 READY = ShardReady(10, 100, 50, "cpu")
 LOAD = ReplicaLoad(num_running=1, num_waiting=0, tokens_per_s=9.0, tpot_s=(0.01,))
@@ -39,6 +42,9 @@ class Rank0:
 
     def attach_measured_draft(self, timeout_s: float) -> None:
         assert timeout_s > 0
+
+    def check_grammar(self, spec: GrammarSpec, before: str) -> CheckedGrammar:
+        return checked(spec, before)
 
     def metrics(self) -> MetricSnapshot:
         return self.counters.read()
@@ -118,9 +124,11 @@ class World:
         self.targets: list[FakeTarget] = []
         self.drafts: list[InProcessActor] = []
         self.controllers: list[InProcessActor] = []
+        self._starter = DraftStarter(self._start_draft, kill=InProcessActor.die)
         self.group = EngineGroup(
             make_target=self._make_target,
             make_draft=self._make_draft if has_draft else None,
+            early_draft=self._starter if has_draft else None,
             controller=ControllerHandle(self._make_controller, kill=InProcessActor.die, check_period_s=0.005),
             start_timeout_s=5.0,
             num_replicas=num_replicas,
@@ -136,9 +144,11 @@ class World:
         assert rank0 is self.targets[-1].rank0
         # The second restart of a series waits, so that the state between is visible.
         backoff = Backoff(first_s=self._draft_pause_s, longest_s=self._draft_pause_s)
-        return DraftSupervisor(rank0, self._start_draft, kill=InProcessActor.die, backoff=backoff)
+        return DraftSupervisor(rank0, self._starter, kill=InProcessActor.die, backoff=backoff)
 
     def _start_draft(self) -> InProcessActor:
+        if not self.drafts:
+            assert not self.targets, "the first draft loads while the target does"
         self.drafts.append(InProcessActor(Draft()))
         return self.drafts[-1]
 
@@ -189,6 +199,21 @@ def test_start_and_stop() -> None:
     assert not world.controllers[0].is_dead, "other replicas share the controller"
 
 
+def test_a_grammar_is_checked_by_the_target_from_a_thread() -> None:
+    async def script(world: World) -> None:
+        check = GrammarChecks(world.group.check_grammar, asyncio.get_running_loop())
+        for spec in (GrammarSpec(kind="regex", text="[ab]+"), GrammarSpec(kind="regex", text="(")):
+            assert await asyncio.to_thread(check, spec) == checked(spec)
+        spec = GrammarSpec(kind="choice", text='["yes"]')
+        assert await asyncio.to_thread(check, spec, 'root ::= "a"') == checked(spec, 'root ::= "a"')
+        world.targets[-1].rank0.die()
+        assert await asyncio.to_thread(check, spec, 'root ::= "a"') == checked(spec, 'root ::= "a"'), "kept"
+        with pytest.raises(EngineUnavailable):
+            await asyncio.to_thread(check, spec)
+
+    run(World(), script)
+
+
 def test_an_engine_without_a_draft_is_healthy() -> None:
     async def script(world: World) -> None:
         assert await world.status() == ("ok", "", "none")
@@ -214,7 +239,7 @@ def test_a_target_that_does_not_start_is_an_error_of_start() -> None:
         with pytest.raises(RuntimeError, match="no memory"):
             await world.group.start()
         await world.group.stop()
-        assert world.drafts == []
+        assert all(draft.is_dead for draft in world.drafts)
 
     asyncio.run(main())
 

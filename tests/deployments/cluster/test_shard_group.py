@@ -25,7 +25,7 @@ from engine.errors import EngineUnavailable, ShardDown
 from engine.ipc.replica_socket import ShardSocket
 from engine.ipc.wire import DraftStatus, StepDeltas
 from engine.messages import Delta, SamplingParams, Submit
-from engine.workers.target_shard import ShardReady
+from engine.workers.shard_ready import ShardReady
 
 
 class FakeShard:
@@ -110,6 +110,7 @@ class World:
             draft=draft,
             on_draft=lambda status: self.events.append(f"draft {status.up}"),
             on_failed=self.failures.append,
+            quiet=self._quiet,
             make_actor=self._make_actor,
             kill=lambda handle: self.killed.append(handle.target),
         )
@@ -121,6 +122,9 @@ class World:
             shard.process.wait(0)
             if shard.socket is not None:
                 shard.socket.close()
+
+    async def _quiet(self) -> None:
+        self.events.append("quiet")
 
     def _make_actor(self, cls: type, **options: Any) -> Any:
         assert cls is ShardActor
@@ -168,7 +172,7 @@ def test_followers_run_before_the_leader_starts_and_requests_reach_rank_0() -> N
             await eventually(lambda: "run 0" in world.events)
             assert world.events == [
                 *("allocate 0 10 144", "allocate 1 10 144", "follow 1 handle of 1"),
-                *("run 1", "start_leader app e1", "run 0"),
+                *("quiet", "run 1", "start_leader app e1", "run 0"),
             ]
             assert group.rank0.target is world.shards[0]
             assert await tokens_of(group, "r") == [7]

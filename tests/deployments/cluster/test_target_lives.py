@@ -30,7 +30,8 @@ from engine.errors import EngineUnavailable, ShardDown
 from engine.messages import SamplingParams, Submit
 from engine.workers.bring_up import LocalShard, bring_up
 from engine.workers.leader import Leader
-from engine.workers.target_shard import ShardReady, TargetShard
+from engine.workers.shard_ready import ShardReady
+from engine.workers.target_shard import TargetShard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,7 +10,7 @@ import pytest
 from deployments.cluster.backoff import Backoff
 from deployments.cluster.target_supervisor import MAX_RESTARTS, TargetSupervisor
 from engine.errors import EngineUnavailable
-from engine.workers.target_shard import ShardReady
+from engine.workers.shard_ready import ShardReady
 
 
 class FakeTarget:

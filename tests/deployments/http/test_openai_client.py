@@ -22,6 +22,7 @@ from deployments.http.app import ApiDependencies, ApiLimits, build_api
 from deployments.text.tokenizer import TextCodec
 from engine.errors import EngineError, EngineUnavailable, QueueFull
 from engine.messages import Delta, Submit
+from engine.sampling.grammar import checked
 
 TOKENIZER = byte_level()
 CODEC = TextCodec(TOKENIZER, eos_token_ids=[TOKENIZER.eos_token_id])
@@ -51,6 +52,7 @@ def running_server() -> Iterator[Served]:
         ApiDependencies(
             engine=served,
             codec=CODEC,
+            check_grammar=checked,
             model_name="tiny",
             created=7,
             limits=ApiLimits(max_model_len=2048, vocab_size=CODEC.vocab_size),

@@ -22,6 +22,7 @@ from deployments.text.tokenizer import TextCodec
 from deployments.text.tool_parsers import make_parser
 from engine.errors import EngineError
 from engine.messages import Delta, TokenLogprobs
+from engine.sampling.grammar import checked
 
 WORDS = (b"a", b"b", b"c", b"xyz", "é".encode()[:1], "é".encode()[1:], b"")
 """Bytes of tokens 0 to 6; 4 and 5 are the halves of one character, and 6 shows nothing."""
@@ -312,7 +313,7 @@ def made(script: str, body: dict[str, Any], hint: str = HERMES_HINT, *, reason: 
     codec = TextCodec(tokenizer, eos_token_ids=[EOS])
     body_type = ChatBody if "messages" in body else CompletionBody
     parsed = body_type.model_validate_json(json.dumps(body))
-    submit, *_ = make_submits(parsed, "r", codec, LIMITS)
+    submit, *_ = make_submits(parsed, "r", codec, LIMITS, checked)
     stream = make_choice(parsed, submit, 3, codec)
     ids = codec.encode(script)
     logprobs = TokenLogprobs(logprob=-1.0)
@@ -394,6 +395,6 @@ def test_tokens_are_streamed_one_by_one_where_the_body_says_so() -> None:
     codec = TextCodec(byte_level(), eos_token_ids=[EOS])
     for fields, num in (({"stream": True, "stream_granularity": "token"}, 2), ({"stream": True}, 1)):
         body = ChatBody.model_validate_json(json.dumps({**CHAT, **fields}))
-        submit, *_ = make_submits(body, "r", codec, LIMITS)
+        submit, *_ = make_submits(body, "r", codec, LIMITS, checked)
         pieces = make_choice(body, submit, 0, codec).push(delta(*codec.encode("a")[:1] * 2))
         assert len(pieces) == num

@@ -22,6 +22,7 @@ from deployments.text.tokenizer import TextCodec
 from engine.errors import InvalidRequest
 from engine.messages import GrammarSpec, SamplingParams, SpeculativeOptions
 from engine.sampling.distribution import draw, gumbel, most_likely, warp
+from engine.sampling.grammar import checked
 from engine.sampling.row_sampling import RowSampling
 
 TINY = [5e-324, 1e-308, 1e-45, 1e-40, 1.2e-38, 1e-37, 1e-30, 1e-6, MIN_TEMPERATURE]
@@ -56,7 +57,7 @@ def test_no_value_of_an_option_makes_a_choice_of_what_is_no_number(
     given: dict[str, float], values: list[float], seed: int
 ) -> None:
     body = ChatBody.model_validate_json(json.dumps({**CHAT, **given}))
-    sampling = make_submits(body, "r", CODEC, LIMITS)[0].sampling
+    sampling = make_submits(body, "r", CODEC, LIMITS, checked)[0].sampling
     row = torch.tensor([values])
     best = int(most_likely(row)[0])
     # Penalties as they apply to a token that was seen twice.
@@ -76,7 +77,7 @@ def test_no_value_of_an_option_makes_a_choice_of_what_is_no_number(
 @pytest.mark.parametrize("temperature", [0, *TINY[:-1]])
 def test_a_temperature_too_small_to_divide_by_is_greedy(temperature: float) -> None:
     body = ChatBody.model_validate_json(json.dumps({**CHAT, "temperature": temperature}))
-    assert make_submits(body, "r", CODEC, LIMITS)[0].sampling.temperature == 0.0
+    assert make_submits(body, "r", CODEC, LIMITS, checked)[0].sampling.temperature == 0.0
 
 
 def completion(**fields: Any) -> CompletionBody:
@@ -93,18 +94,20 @@ def infill_codec() -> TextCodec:
 def test_a_suffix_fills_in_the_middle_where_the_tokenizer_has_tokens_for_it() -> None:
     codec = infill_codec()
     limits = replace(LIMITS, vocab_size=codec.vocab_size)
-    (submit,) = make_submits(completion(suffix=" stop"), "r", codec, limits)
+    (submit,) = make_submits(completion(suffix=" stop"), "r", codec, limits, checked)
     assert submit.prompt == codec.encode("<|fim_prefix|>go <|fim_suffix|> stop<|fim_middle|>")
     ids = list(codec.encode("go "))
-    (submit,) = make_submits(completion(prompt=ids, suffix=" stop"), "r", codec, limits)
+    (submit,) = make_submits(completion(prompt=ids, suffix=" stop"), "r", codec, limits, checked)
     assert submit.prompt == codec.encode("<|fim_prefix|>go <|fim_suffix|> stop<|fim_middle|>")
     with pytest.raises(InvalidRequest, match="no fill-in-the-middle tokens") as caught:
-        make_submits(completion(suffix=" stop"), "r", CODEC, LIMITS)
+        make_submits(completion(suffix=" stop"), "r", CODEC, LIMITS, checked)
     assert caught.value.field == "suffix"
 
 
 def test_an_empty_suffix_is_absent() -> None:
-    assert make_submits(completion(suffix=""), "r", CODEC, LIMITS) == make_submits(completion(), "r", CODEC, LIMITS)
+    assert make_submits(completion(suffix=""), "r", CODEC, LIMITS, checked) == make_submits(
+        completion(), "r", CODEC, LIMITS, checked
+    )
 
 
 def chat(**fields: Any) -> ChatBody:
@@ -112,7 +115,7 @@ def chat(**fields: Any) -> ChatBody:
 
 
 def test_without_options_the_engine_gets_the_model_s_own_distribution() -> None:
-    (submit,) = make_submits(completion(), "r", CODEC, LIMITS)
+    (submit,) = make_submits(completion(), "r", CODEC, LIMITS, checked)
     assert submit.request_id == "r"
     assert submit.prompt == CODEC.encode("go ")
     assert submit.sampling == SamplingParams(max_tokens=16, stop_token_ids=CODEC.eos_token_ids)
@@ -143,6 +146,7 @@ def test_every_option_reaches_the_engine_by_value() -> None:
         "r",
         CODEC,
         LIMITS,
+        checked,
     )
     assert submit.sampling == SamplingParams(
         temperature=0.5,
@@ -166,12 +170,14 @@ def test_every_option_reaches_the_engine_by_value() -> None:
 
 @pytest.mark.parametrize(("given", "expected"), [(-1, 0), (0, 0), (1, 1), (None, 0)])
 def test_no_top_k_is_zero(given: int | None, expected: int) -> None:
-    assert make_submits(completion(top_k=given), "r", CODEC, LIMITS)[0].sampling.top_k == expected
+    assert make_submits(completion(top_k=given), "r", CODEC, LIMITS, checked)[0].sampling.top_k == expected
 
 
 def test_zero_is_not_the_default() -> None:
     """0 is a value of these options, and the neutral one of some of them only."""
-    (submit,) = make_submits(completion(temperature=0, min_p=0, presence_penalty=0, seed=0), "r", CODEC, LIMITS)
+    (submit,) = make_submits(
+        completion(temperature=0, min_p=0, presence_penalty=0, seed=0), "r", CODEC, LIMITS, checked
+    )
     assert (submit.sampling.temperature, submit.sampling.seed) == (0.0, 0)
 
 
@@ -179,41 +185,41 @@ def test_zero_is_not_the_default() -> None:
     ("given", "expected"), [(None, 1.0), (MIN_TEMPERATURE, 1e-5), (math.nextafter(MIN_TEMPERATURE, 0), 0.0), (2, 2.0)]
 )
 def test_the_least_temperature_that_is_not_greedy(given: float | None, expected: float) -> None:
-    assert make_submits(completion(temperature=given), "r", CODEC, LIMITS)[0].sampling.temperature == expected
+    assert make_submits(completion(temperature=given), "r", CODEC, LIMITS, checked)[0].sampling.temperature == expected
 
 
 def test_ignoring_eos_leaves_the_request_s_own_stop_tokens() -> None:
-    (submit,) = make_submits(completion(ignore_eos=True, stop_token_ids=[3]), "r", CODEC, LIMITS)
+    (submit,) = make_submits(completion(ignore_eos=True, stop_token_ids=[3]), "r", CODEC, LIMITS, checked)
     assert submit.sampling.stop_token_ids == (3,)
     with pytest.raises(InvalidRequest, match="cannot be combined with guided_regex") as caught:
-        make_submits(completion(ignore_eos=True, guided_regex="a"), "r", CODEC, LIMITS)
+        make_submits(completion(ignore_eos=True, guided_regex="a"), "r", CODEC, LIMITS, checked)
     assert caught.value.field == "ignore_eos"
 
 
 def test_each_choice_of_each_prompt_has_an_id_and_the_next_seed() -> None:
-    submits = make_submits(completion(prompt=["go", "stop"], n=3, seed=2**63 - 2), "r", CODEC, LIMITS)
+    submits = make_submits(completion(prompt=["go", "stop"], n=3, seed=2**63 - 2), "r", CODEC, LIMITS, checked)
     assert [submit.request_id for submit in submits] == ["r", "r-1", "r-2", "r-3", "r-4", "r-5"]
     assert [submit.prompt for submit in submits] == [CODEC.encode("go")] * 3 + [CODEC.encode("stop")] * 3
     assert [submit.sampling.seed for submit in submits] == [2**63 - 2, 2**63 - 1, -(2**63)] * 2
-    assert {submit.sampling.seed for submit in make_submits(completion(n=2), "r", CODEC, LIMITS)} == {None}
+    assert {submit.sampling.seed for submit in make_submits(completion(n=2), "r", CODEC, LIMITS, checked)} == {None}
 
 
 def test_an_echo_with_log_probabilities_scores_the_prompt() -> None:
-    (submit,) = make_submits(completion(echo=True, logprobs=2, max_tokens=0), "r", CODEC, LIMITS)
+    (submit,) = make_submits(completion(echo=True, logprobs=2, max_tokens=0), "r", CODEC, LIMITS, checked)
     assert (submit.sampling.num_logprobs, submit.sampling.num_prompt_logprobs) == (2, 2)
     assert submit.sampling.max_tokens == 1, "scoring takes one step, whose token is dropped"
-    assert make_submits(completion(echo=True), "r", CODEC, LIMITS)[0].sampling.num_prompt_logprobs is None
-    (submit,) = make_submits(chat(logprobs=True, top_logprobs=3), "r", CODEC, LIMITS)
+    assert make_submits(completion(echo=True), "r", CODEC, LIMITS, checked)[0].sampling.num_prompt_logprobs is None
+    (submit,) = make_submits(chat(logprobs=True, top_logprobs=3), "r", CODEC, LIMITS, checked)
     assert (submit.sampling.num_logprobs, submit.sampling.num_prompt_logprobs) == (3, None)
-    assert make_submits(chat(logprobs=True), "r", CODEC, LIMITS)[0].sampling.num_logprobs == 0
+    assert make_submits(chat(logprobs=True), "r", CODEC, LIMITS, checked)[0].sampling.num_logprobs == 0
 
 
 def test_the_number_of_tokens_is_what_is_set_or_what_the_context_leaves() -> None:
-    num_prompt = len(make_submits(chat(), "r", CODEC, LIMITS)[0].prompt)
+    num_prompt = len(make_submits(chat(), "r", CODEC, LIMITS, checked)[0].prompt)
     room = LIMITS.max_model_len - num_prompt
 
     def found(body: ChatBody | CompletionBody, *, strict: bool = False) -> int:
-        return make_submits(body, "r", CODEC, replace(LIMITS, strict_max_tokens=strict))[0].sampling.max_tokens
+        return make_submits(body, "r", CODEC, replace(LIMITS, strict_max_tokens=strict), checked)[0].sampling.max_tokens
 
     assert found(chat()) == room
     assert found(completion()) == 16
@@ -228,9 +234,9 @@ def test_the_number_of_tokens_is_what_is_set_or_what_the_context_leaves() -> Non
 
 
 def test_min_tokens_beyond_the_tokens_that_may_be_generated_are_refused() -> None:
-    assert make_submits(completion(min_tokens=16), "r", CODEC, LIMITS)[0].sampling.min_tokens == 16
+    assert make_submits(completion(min_tokens=16), "r", CODEC, LIMITS, checked)[0].sampling.min_tokens == 16
     with pytest.raises(InvalidRequest, match="min_tokens is 17, but at most 16") as caught:
-        make_submits(completion(min_tokens=17), "r", CODEC, LIMITS)
+        make_submits(completion(min_tokens=17), "r", CODEC, LIMITS, checked)
     assert caught.value.field == "min_tokens"
 
 
@@ -238,12 +244,12 @@ def test_min_tokens_beyond_the_tokens_that_may_be_generated_are_refused() -> Non
 def test_token_ids_outside_the_vocabulary_are_refused_by_field(field: str) -> None:
     last = LIMITS.vocab_size - 1
     values = {"logit_bias": {str(last): 1}, "stop_token_ids": [last]}
-    make_submits(completion(**{field: values[field]}), "r", CODEC, LIMITS)
+    make_submits(completion(**{field: values[field]}), "r", CODEC, LIMITS, checked)
     values = {"logit_bias": {str(last + 1): 1}, "stop_token_ids": [last + 1]}
     with pytest.raises(
         InvalidRequest, match=f"{field}: token id {last + 1} at index 0 is outside 0 to {last}"
     ) as caught:
-        make_submits(completion(**{field: values[field]}), "r", CODEC, LIMITS)
+        make_submits(completion(**{field: values[field]}), "r", CODEC, LIMITS, checked)
     assert caught.value.field == field
 
 
@@ -259,14 +265,14 @@ def test_token_ids_outside_the_vocabulary_are_refused_by_field(field: str) -> No
 )
 def test_prompts_that_do_not_fit_are_refused(prompt: object, field: str, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as caught:
-        make_submits(completion(prompt=prompt), "r", CODEC, LIMITS)
+        make_submits(completion(prompt=prompt), "r", CODEC, LIMITS, checked)
     assert caught.value.field == field
 
 
 def test_the_longest_prompts() -> None:
-    (submit,) = make_submits(completion(prompt=[5] * 255), "r", CODEC, LIMITS)
+    (submit,) = make_submits(completion(prompt=[5] * 255), "r", CODEC, LIMITS, checked)
     assert (len(submit.prompt), submit.sampling.max_tokens) == (255, 1)
     limits = replace(LIMITS, max_prompt_tokens=10)
-    assert len(make_submits(completion(prompt=[5] * 10), "r", CODEC, limits)[0].prompt) == 10
+    assert len(make_submits(completion(prompt=[5] * 10), "r", CODEC, limits, checked)[0].prompt) == 10
     with pytest.raises(ContextLengthExceeded, match="at most 10 tokens, but prompt has 11"):
-        make_submits(completion(prompt=[5] * 11), "r", CODEC, limits)
+        make_submits(completion(prompt=[5] * 11), "r", CODEC, limits, checked)

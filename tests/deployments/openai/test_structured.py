@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from deployments.openai.structured import MAX_DEPTH, MAX_GRAMMAR_LEN, check_grammar
 from engine.errors import InvalidRequest
 from engine.messages import GrammarSpec
+from engine.sampling.grammar import checked
 
 SCHEMA = {
     "type": "object",
@@ -102,7 +103,7 @@ def test_bad_grammars_are_refused_by_the_field_s_name(options: dict[str, Any], f
 
 def test_size_is_limited_before_anything_is_compiled() -> None:
     with pytest.raises(InvalidRequest, match="at most") as caught:
-        check_grammar(GrammarSpec(kind="json_schema", text=" " * (MAX_GRAMMAR_LEN + 1)), "guided_json")
+        check_grammar(GrammarSpec(kind="json_schema", text=" " * (MAX_GRAMMAR_LEN + 1)), "guided_json", checked)
     assert caught.value.field == "guided_json"
 
 
@@ -141,7 +142,7 @@ def test_any_schema_is_either_taken_or_refused_cleanly(schema: dict[str, Any]) -
 
 def refusal_of(spec: GrammarSpec) -> InvalidRequest | None:
     try:
-        check_grammar(spec, "guided_json")
+        check_grammar(spec, "guided_json", checked)
     except InvalidRequest as error:
         return error
     return None

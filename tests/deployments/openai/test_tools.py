@@ -19,6 +19,7 @@ from deployments.openai.tool_grammar import forcing_grammar, text_or_calls
 from deployments.text.tokenizer import TextCodec
 from deployments.text.tool_parsers import make_parser
 from engine.errors import InvalidRequest
+from engine.sampling.grammar import checked
 
 
 @pytest.mark.parametrize("use_window", [False, True])
@@ -43,7 +44,7 @@ def tools(*definitions: dict[str, Any]) -> list[Tool]:
 
 
 def accepts(form: Any, text: str, mode: Any = "required", name: str | None = None, *, is_parallel: bool = True) -> bool:
-    spec = forcing_grammar(form, tools(*TOOLS), ToolChoice(mode, name), is_parallel=is_parallel)
+    spec = forcing_grammar(form, tools(*TOOLS), ToolChoice(mode, name), is_parallel=is_parallel, check=checked)
     if spec.kind == "ebnf":
         return _is_grammar_accept_string(xgrammar.Grammar.from_ebnf(spec.text), text)
     return _is_grammar_accept_string(xgrammar.Grammar.from_json_schema(spec.text, any_whitespace=False), text)
@@ -69,7 +70,7 @@ def test_the_forcing_grammar_takes_calls_by_their_schemas_and_nothing_else() -> 
 
 
 def test_the_generic_grammar_takes_text_or_calls_by_their_schemas() -> None:
-    spec = text_or_calls(tools(*TOOLS), is_parallel=True)
+    spec = text_or_calls(tools(*TOOLS), is_parallel=True, check=checked)
     grammar = xgrammar.Grammar.from_ebnf(spec.text)
     for text in ("", "text with < and <tool_call>", ONE, TWO):
         assert _is_grammar_accept_string(grammar, text), text
@@ -88,7 +89,7 @@ def test_what_the_grammar_takes_is_parsed_as_calls() -> None:
 def test_a_schema_that_cannot_be_enforced_names_tools() -> None:
     bad = {"type": "function", "function": {"name": "f", "parameters": {"not": {"type": "string"}}}}
     with pytest.raises(InvalidRequest) as caught:
-        forcing_grammar("hermes", tools(bad), ToolChoice("required"), is_parallel=True)
+        forcing_grammar("hermes", tools(bad), ToolChoice("required"), is_parallel=True, check=checked)
     assert caught.value.field == "tools"
 
 

@@ -20,6 +20,7 @@ from deployments.openai.structured import after_thoughts
 from deployments.text.reasoning import ThoughtParser, has_thoughts
 from deployments.text.tokenizer import TextCodec
 from engine.messages import GrammarSpec
+from engine.sampling.grammar import checked
 
 SWITCH = (
     "{% if add_generation_prompt and enable_thinking is defined and enable_thinking is false %}"
@@ -163,7 +164,7 @@ JSON = GrammarSpec(kind="json_schema", text='{"type": "object", "properties": {"
     ],
 )
 def test_a_grammar_begins_after_the_thoughts(is_open: bool, text: str, fits: bool) -> None:
-    spec = after_thoughts(JSON, is_open=is_open)
+    spec = after_thoughts(JSON, is_open=is_open, check=checked)
     assert _is_grammar_accept_string(xgrammar.Grammar.from_ebnf(spec.text), text) == fits
 
 

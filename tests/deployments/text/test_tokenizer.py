@@ -6,6 +6,7 @@ import json
 import random
 import sys
 from itertools import pairwise
+from pathlib import Path
 from types import FrameType
 
 import pytest
@@ -13,10 +14,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from tiny_tokenizer import byte_fallback, byte_level
+from transformers import AutoTokenizer
 
 from deployments.openai.choice_stream import ChoiceStream
 from deployments.text.detokenizer import REPLACEMENT, ByteDetokenizer, StopChecker, TextStream, WindowDetokenizer
-from deployments.text.tokenizer import TextCodec
+from deployments.text.tokenizer import TextCodec, load_tokenizer
 from engine.checkpoint.store import resolve_model
 from engine.errors import ConfigError, InvalidRequest
 from engine.messages import Delta
@@ -274,3 +276,39 @@ def test_chat_is_rendered_by_the_template_and_its_refusals_name_messages() -> No
     assert caught.value.field == "messages"
     with pytest.raises(InvalidRequest, match="no chat template"):
         FALLBACK.encode_chat([{"role": "user", "content": "go"}])
+
+
+TEXTS = ("go", " naïve  café\n\n🙂 12345", "<|im_start|>user\n<|im_end|>", "中 def f(x):\n\treturn x")
+CHATS: list[list[dict[str, object]]] = [
+    [{"role": "user", "content": "hi"}],
+    [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}],
+]
+
+
+@pytest.mark.parametrize("folder", ["smollm2", "qwen2", "llama"])
+def test_the_tokenizer_without_torch_equals_the_model_s_own_class(tmp_path: Path, folder: str) -> None:
+    """A chat template renders the same, and a text has the same ids, BOS included."""
+    if folder == "smollm2":
+        path = resolve_model("smollm2", progress=False)
+    else:
+        path = tmp_path
+        byte_level().save_pretrained(path)
+        config = json.loads((path / "tokenizer_config.json").read_text())
+        config["tokenizer_class"] = {"qwen2": "Qwen2TokenizerFast", "llama": "PreTrainedTokenizerFast"}[folder]
+        if folder == "qwen2":
+            config |= {"unk_token": "<|start|>", "pad_token": "<|end|>"}
+        if folder == "llama":
+            config |= {"bos_token": "<|start|>", "add_bos_token": True}
+        (path / "tokenizer_config.json").write_text(json.dumps(config))
+        (path / "config.json").write_text(json.dumps({"model_type": folder}))
+    ours = load_tokenizer(path)
+    theirs = AutoTokenizer.from_pretrained(path)
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert (ours.eos_token_id, ours.special_tokens_map) == (theirs.eos_token_id, theirs.special_tokens_map)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text)
+    for chat in CHATS:
+        for begins_turn in (False, True):
+            assert ours.apply_chat_template(
+                chat, tokenize=False, add_generation_prompt=begins_turn
+            ) == theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=begins_turn)

@@ -13,7 +13,8 @@ from engine.errors import ConfigError, ShardDown
 from engine.ipc.forward_broadcast import ForwardHandle, ForwardRingSpec
 from engine.ipc.shared_memory import Rendezvous
 from engine.workers.bring_up import LocalShard, bring_up, bring_up_locally
-from engine.workers.target_shard import ShardReady, TargetShard
+from engine.workers.shard_ready import ShardReady
+from engine.workers.target_shard import TargetShard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

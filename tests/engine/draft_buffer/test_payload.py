@@ -10,8 +10,8 @@ import pytest
 import torch
 from buffer_children import NODE, SPEC
 
-from engine.draft_buffer.handle import HostPayload, as_features, as_probs, host_bytes
 from engine.draft_buffer.layout import block_bytes
+from engine.draft_buffer.payload import HostPayload, as_features, as_probs, host_bytes
 from engine.draft_buffer.target_endpoint import TargetEndpoint
 from engine.ipc.shared_memory import SharedMemory
 
