@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from scripted_server import serve
+from scripted_server import TEXT, serve
 from serving import serving
 
 from engine.checkpoint.store import resolve_model
@@ -97,13 +97,13 @@ def results() -> Iterator[Results]:
 @pytest.fixture(scope="module")
 def scripted() -> Iterator[dict[str, str]]:
     with serve() as url:
-        yield {"BASE_URL": url, "MODEL": "tiny", "EXACT": "1"}
+        yield {"BASE_URL": url, "MODEL": "tiny", "ANSWER": TEXT}
 
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """`paceline serve`, or the running server that PACELINE_URL names. In float32, greedy answers are reproducible."""
-    common = {"EXACT": "0", "TOKENIZER": str(resolve_model("smollm2", progress=False)), "TASKS": str(TASKS)}
+    common = {"ANSWER": "", "TOKENIZER": str(resolve_model("smollm2", progress=False)), "TASKS": str(TASKS)}
     if URL is not None:
         yield {"BASE_URL": URL, "MODEL": os.environ["PACELINE_MODEL"], **common}
         return

@@ -20,6 +20,4 @@ done = subprocess.run(
 )
 assert done.returncode == 0, done.stderr
 assert "Tokens:" in done.stdout, done.stdout
-assert "Error" not in done.stdout, done.stdout
-if os.environ["EXACT"] == "1":
-    assert "The capital of France is Paris." in done.stdout, done.stdout
+assert os.environ["ANSWER"] in done.stdout, done.stdout
