@@ -55,9 +55,15 @@ $(STAMP): pyproject.toml constraints.txt
 clean:
 	rm -rf $(VENV) .venv-* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# Real clients in an environment of their own. With PACELINE_URL and PACELINE_MODEL they talk to a running server.
-test-clients: $(STAMP)
-	test -x $(CLIENTS)/venv/bin/python || $(BIN)/python -m venv $(CLIENTS)/venv
-	$(CLIENTS)/venv/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
-	cp tests/clients/package.json $(CLIENTS)/ && npm install --prefix $(CLIENTS) --silent --no-fund --no-audit
+# Real clients, in environments of their own, against `paceline serve` with the default model and against a scripted
+# engine. With PACELINE_URL and PACELINE_MODEL they talk to a running server in place of the former. Needs npm.
+test-clients: $(STAMP) $(CLIENTS)/.installed
 	PACELINE_CLIENTS=$(abspath $(CLIENTS)) $(BIN)/python -m pytest -m clients tests/clients $(ARGS)
+
+$(CLIENTS)/.installed: $(STAMP) $(wildcard tests/clients/requirements*.txt) tests/clients/package.json
+	mkdir -p $(CLIENTS)
+	$(BIN)/python .ci/install.py $(CLIENTS)/venv -r tests/clients/requirements.txt
+	$(BIN)/python .ci/install.py $(CLIENTS)/measure -r tests/clients/requirements-measure.txt
+	$(BIN)/python .ci/install.py $(CLIENTS)/aider -r tests/clients/requirements-aider.txt
+	cp tests/clients/package.json $(CLIENTS)/ && npm install --prefix $(CLIENTS) --silent --no-fund --no-audit
+	@touch $@

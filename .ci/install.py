@@ -3,7 +3,8 @@
 Runs on a bare Python, so it uses the standard library only. Installs with uv where that is there, else with pip; both
 use the user's own index settings. Versions come from constraints.txt.
 
-    install.py VENV [EXTRA]
+    install.py VENV [EXTRA]        the project
+    install.py VENV -r FILE        what a requirements file lists, without the project
 """
 
 from __future__ import annotations
@@ -33,13 +34,27 @@ def main(venv: Path, extra: str) -> int:
     print(f"torch: {reason}")
     size = f"about {DOWNLOAD_GB[build]} GB to download, {DISK_GB[build]} GB on disk"
     print(f"{size}; packages in the cache of {'uv' if uv else 'pip'} are not downloaded again", flush=True)
+    constraints = ["-c", str(ROOT / "constraints.txt")]
+    return install(venv, [[*constraints, *arguments] for arguments in install_steps(index, extra)])
+
+
+def main_of_file(venv: Path, file: Path) -> int:
+    """Install what a requirements file lists."""
+    print(f"{file.name} into {venv}", flush=True)
+    index = choose_build(os.environ)[1] if torch_line(file) else None
+    return install(venv, file_steps(index, file))
+
+
+def install(venv: Path, steps: list[list[str]]) -> int:
+    """Make the virtual environment if it is not there, and run each installation."""
+    uv = shutil.which("uv")
     python = venv / "bin" / "python"
     if not python.exists():
         make = [uv, "venv", "--quiet", "--python", sys.executable] if uv else [sys.executable, "-m", "venv"]
         subprocess.run([*make, str(venv)], check=True)
-    for arguments in install_steps(index, extra):
+    for arguments in steps:
         client = [uv, "pip", "install", "--quiet", "--python", str(python)] if uv else _pip(python)
-        done = subprocess.run([*client, "-c", str(ROOT / "constraints.txt"), *arguments], cwd=ROOT, check=False)
+        done = subprocess.run([*client, *arguments], cwd=ROOT, check=False)
         if done.returncode != 0:
             print(f"make: the installation failed; {venv} is incomplete, and `make` continues it", file=sys.stderr)
             return done.returncode
@@ -55,6 +70,18 @@ def install_steps(index: str | None, extra: str) -> list[list[str]]:
     project = ["-e", f".[{extra}]" if extra else "."]
     torch = [["--no-deps", "--index-url", index, "torch"]] if index else []
     return [*torch, project]
+
+
+def file_steps(index: str | None, file: Path) -> list[list[str]]:
+    """Arguments of each installation of a requirements file. The build of torch comes first, as for the project."""
+    torch = torch_line(file)
+    first = [["--no-deps", "--index-url", index, torch]] if index and torch else []
+    return [*first, ["-r", str(file)]]
+
+
+def torch_line(file: Path) -> str | None:
+    """What a requirements file asks of torch; None if it does not name it."""
+    return next((line.strip() for line in file.read_text().splitlines() if line.startswith("torch==")), None)
 
 
 def choose_build(environ: os._Environ[str] | dict[str, str]) -> tuple[str, str | None, str]:
@@ -94,4 +121,6 @@ def reaches(index: str) -> bool:
 
 
 if __name__ == "__main__":
+    if sys.argv[2:3] == ["-r"]:
+        sys.exit(main_of_file(Path(sys.argv[1]), Path(sys.argv[3]).resolve()))
     sys.exit(main(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""))

@@ -128,7 +128,7 @@ def _errors(scope: Scope) -> Row:
             Panel(
                 title="Rejected",
                 unit="ops",
-                description="Requests refused at admission, by cause.",
+                description="Requests refused before their first step, by cause. Clients cause `invalid_request`.",
                 queries=(scope.declared("rejected_total", "{{cause}}"),),
                 shape="stacked",
             ),

@@ -40,6 +40,14 @@ class ModelNotFound(InvalidRequest):
     """The server does not serve a model of this name."""
 
 
+class ResponseNotFound(InvalidRequest):
+    """No stored response of this client has this id."""
+
+
+class PreviousResponseNotFound(InvalidRequest):
+    """The response that a request continues is not stored."""
+
+
 class ContextLengthExceeded(InvalidRequest):
     """The prompt and the requested tokens do not fit into the context."""
 
@@ -73,6 +81,8 @@ class _Row:
 
 _TABLE: dict[type[Exception], _Row] = {
     ModelNotFound: _Row(404, "invalid_request_error", "model_not_found"),
+    ResponseNotFound: _Row(404, "invalid_request_error", "response_not_found"),
+    PreviousResponseNotFound: _Row(400, "invalid_request_error", "previous_response_not_found"),
     ContextLengthExceeded: _Row(400, "invalid_request_error", "context_length_exceeded"),
     InvalidRequest: _Row(400, "invalid_request_error", None),
     BodyTooLarge: _Row(413, "invalid_request_error", "request_too_large"),

@@ -29,6 +29,7 @@ from deployments.http.keys import KeyRing
 from deployments.http.ui_routes import add_ui_routes
 from deployments.monitoring.metrics_route import add_metrics_route, add_targets_route
 from deployments.monitoring.replica_observer import ReplicaObserver
+from deployments.responses_api.store import ResponseStore
 from deployments.settings import AppSettings, LiveSettings, check_live
 from deployments.text.tokenizer import TextCodec
 from engine.checkpoint.store import resolve_model
@@ -96,6 +97,7 @@ class Replica:
             model_name=settings.served_name,
             created=self._created,
             limits=limits,
+            responses=ResponseStore(settings.stored_responses) if settings.stored_responses is not None else None,
             admission=self._admission,
             timeout_s=settings.request_timeout_s,
         )

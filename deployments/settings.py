@@ -37,6 +37,18 @@ class AutoscalingSettings(Settings):
         return self
 
 
+class StoredResponsesSettings(Settings):
+    """Responses of /v1/responses that each replica keeps in memory. The bounds hold for each API key on its own."""
+
+    max_responses: Annotated[int, Field(ge=1, le=100_000)] = 1000
+    """Most responses of an API key. The oldest give way."""
+    max_bytes: Annotated[int, Field(ge=1024)] = 64 << 20
+    """Most bytes of the responses of an API key. A response counts with its whole conversation; one that is larger by
+    itself is not kept."""
+    max_age_s: Annotated[float, Field(gt=0)] = 3600.0
+    """Seconds for which a response is kept."""
+
+
 class AppSettings(Settings):
     """One application: a model, its engine, and the number of its replicas."""
 
@@ -62,6 +74,8 @@ class AppSettings(Settings):
     generic_tools: bool = False
     """Let clients send tools although the model's chat template has none: the system message describes them. The
     default model has this on, see docs/openai.md."""
+    stored_responses: StoredResponsesSettings | None = None
+    """Responses of /v1/responses that clients may fetch, delete and continue. Default: none are kept."""
     request_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 3600.0
     """Longest time that a response may take, in seconds. A request may ask for less."""
     direct_host: str = "127.0.0.1"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from deployments.settings import AppSettings, AutoscalingSettings, LiveSettings
+from deployments.settings import AppSettings, AutoscalingSettings, LiveSettings, StoredResponsesSettings
 from engine.config import EngineConfig, Settings, SpeculativeConfig
 
 _INTRO = """# Configuration
@@ -33,6 +33,12 @@ applications:
 SECTIONS: tuple[tuple[str, str, str, type[Settings]], ...] = (
     ("Application", "`args:`", "", AppSettings),
     ("Replicas by load", "`args: autoscaling:`", "autoscaling.", AutoscalingSettings),
+    (
+        "Stored responses",
+        "`args: stored_responses:`. Without this key none are stored; `stored_responses: {}` takes the defaults",
+        "stored_responses.",
+        StoredResponsesSettings,
+    ),
     ("Engine", "`args: engine:`", "engine.", EngineConfig),
     ("Speculative decoding", "`args: engine: speculative:`", "engine.speculative.", SpeculativeConfig),
     ("Live settings", "`user_config:` of the deployment `Replica`. They change without a restart", "", LiveSettings),

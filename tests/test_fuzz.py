@@ -5,7 +5,6 @@ Promise: a clear error of the kind that is declared for it, never another except
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import mmap
@@ -14,19 +13,20 @@ import socket
 import time
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import quote
 
-import httpx
 import msgspec
 import numpy as np
-from api_harness import CHAT, COMPLETION, dependencies, make_engine
+from api_harness import COMPLETION
+from fuzz_server import JSON_TYPE, URLS, Server
 from fuzzing import sample
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.http.access import Access
-from deployments.http.app import build_api
 from deployments.http.keys import KeyEntry, KeyRing, hash_key
-from deployments.openai.requests import ChatBody, CompletionBody
+from deployments.openai.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, TokenizeChatBody
+from deployments.responses_api.requests import ResponsesBody
 from engine.core.step import ForwardInput
 from engine.draft.messages import DraftRequest, DraftRequestRow, DraftResponseRow
 from engine.draft_buffer.control_block import DraftBlock
@@ -48,19 +48,15 @@ from engine.messages import Delta, GrammarSpec, SamplingParams, Submit
 from engine.sampling.row_sampling import RowSampling
 
 KEY = "a key of sixteen characters or more"
-URLS = {
-    "/v1/chat/completions": CHAT,
-    "/v1/completions": COMPLETION,
-    "/tokenize": {"model": "tiny", "prompt": "go"},
-    "/detokenize": {"model": "tiny", "tokens": [1, 2]},
-}
-FIELDS = sorted({*ChatBody.model_fields, *CompletionBody.model_fields, "nonsense"})
+BODIES = (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, TokenizeChatBody, DetokenizeBody)
+FIELDS = sorted({"nonsense", *(name for body in BODIES for name in body.model_fields)})
 NUMBERS = st.one_of(
     st.integers(-3, 20),
     st.sampled_from([2**31, 2**63, -(2**63), 10**400, 0.5, -0.0, 1e308, 1e-320]),
     st.floats(allow_nan=False, allow_infinity=False),
 )
-SCALARS = st.one_of(st.none(), st.booleans(), NUMBERS, st.text(max_size=12), st.sampled_from(["auto", "json_object"]))
+WORDS_OF_CLIENTS = ["auto", "json_object", "function_call", "function_call_output", "message", "reasoning", "resp_1"]
+SCALARS = st.one_of(st.none(), st.booleans(), NUMBERS, st.text(max_size=12), st.sampled_from(WORDS_OF_CLIENTS))
 JSON = st.recursive(
     SCALARS,
     lambda inner: st.one_of(
@@ -71,39 +67,38 @@ JSON = st.recursive(
 CHANGES = st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=3)
 
 
-class Server:
-    """One application for all cases of a test."""
-
-    def __init__(self, access: Access | None = None) -> None:
-        self.engine = make_engine(max_step=50)
-        self._loop = asyncio.new_event_loop()
-        transport = httpx.ASGITransport(build_api(dependencies(self.engine), access), raise_app_exceptions=False)
-        self._client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
-
-    def post(self, url: str, content: bytes, headers: list[tuple[bytes, bytes]]) -> httpx.Response:
-        begin = time.monotonic()
-        response = self._loop.run_until_complete(self._client.post(url, content=content, headers=headers))
-        assert time.monotonic() - begin < 20, "a hang"
-        assert self.engine.running == set(), "a request was left running"
-        return response
-
-    def check(self, response: httpx.Response) -> None:
-        """A response, or an error of OpenAI's shape with a 4xx status."""
-        assert response.status_code == 200 or 400 <= response.status_code < 500, response.text
-        if response.status_code != 200:
-            assert response.json()["error"].keys() == {"message", "type", "param", "code"}
-            assert len(response.content) < 4000, "an error does not send a whole body back"
-
-
 SERVER = Server()
 GUARDED = Server(Access(keys=KeyRing([KeyEntry(name="k", sha256=hash_key(KEY))])))
-JSON_TYPE = [(b"content-type", b"application/json")]
 
 
 @sample(150)
 @given(url=st.sampled_from(sorted(URLS)), changes=CHANGES)
 def test_bodies_with_any_values(url: str, changes: dict[str, Any]) -> None:
     SERVER.check(SERVER.post(url, json.dumps(URLS[url] | changes).encode(), JSON_TYPE))
+
+
+@sample(80)
+@given(changes=CHANGES)
+def test_bodies_that_continue_a_stored_response(changes: dict[str, Any]) -> None:
+    first = SERVER.post("/v1/responses", json.dumps(URLS["/v1/responses"]).encode(), JSON_TYPE).json()
+    body = URLS["/v1/responses"] | {"previous_response_id": first["id"]} | changes
+    SERVER.check(SERVER.post("/v1/responses", json.dumps(body).encode(), JSON_TYPE))
+
+
+@sample(120)
+@given(
+    method=st.sampled_from(["GET", "DELETE", "POST", "HEAD", "PUT"]),
+    name=st.one_of(st.text(max_size=12), st.just(None)),
+    rest=st.sampled_from(["", "/input_items", "/cancel", "/"]),
+    query=st.dictionaries(st.sampled_from(["limit", "order", "after", "stream", "include"]), st.text(max_size=5)),
+)
+def test_stored_responses_of_any_name(method: str, name: str | None, rest: str, query: dict[str, str]) -> None:
+    if name is None:
+        name = SERVER.post("/v1/responses", json.dumps(URLS["/v1/responses"]).encode(), JSON_TYPE).json()["id"]
+    url = f"/v1/responses/{quote(name, safe='')}{rest}"
+    response = SERVER.send(method, url, params=query)
+    if method != "HEAD":
+        SERVER.check(response)
 
 
 @sample(120)

@@ -109,6 +109,10 @@ class Admission:
         self._in_flight[client.name] += num_choices
         return Ticket(lambda: self._leave(client.name, num_choices))
 
+    def count_invalid(self) -> None:
+        """Count a request that was refused for what it asks."""
+        self._on_refused("invalid_request")
+
     def _check(self, client: Client, num_choices: int) -> None:
         if not self.accepts:
             raise EngineUnavailable("The server is draining and takes no new requests; try again later")

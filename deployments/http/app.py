@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from importlib.metadata import version
+from typing import Annotated, Literal
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import FastAPI, Query
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -28,14 +29,22 @@ from deployments.http.connection import ClientGone, RequestContext, read_body
 from deployments.http.dependencies import ApiDependencies
 from deployments.http.generate import check_model, generate, json_response, parse_body
 from deployments.http.openapi import openapi_document
-from deployments.http.responses_route import respond
+from deployments.http.responses_route import (
+    client_name,
+    delete_response,
+    list_input_items,
+    read_response,
+    respond,
+)
 from deployments.openai.prompts import ApiLimits, detokenize, has_messages, tokenize
 from deployments.openai.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, TokenizeChatBody
 from deployments.openai.responses import HealthReport, ModelCard, ModelList, VersionReport
-from engine.errors import EngineError, EngineUnavailable, PacelineError
+from engine.errors import EngineError, EngineUnavailable, InvalidRequest, PacelineError
 
 __all__ = ["ApiDependencies", "ApiLimits", "attach", "build_api"]
 
+MAX_LISTED = 100
+"""Most input items in one answer."""
 CLIENT_GONE_STATUS = 499
 """Status of a response whose client has left. It appears in logs only."""
 
@@ -54,7 +63,7 @@ def build_api(dependencies: ApiDependencies | None = None, access: Access | None
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(access.origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             # OpenAI's browser client sends headers of its own, and their names change between versions.
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
@@ -69,6 +78,9 @@ def build_api(dependencies: ApiDependencies | None = None, access: Access | None
     app.add_api_route("/version", _version, methods=["GET"])
     app.add_api_route("/v1/models", _list_models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", _get_model, methods=["GET"])
+    app.add_api_route("/v1/responses/{response_id}", _read_response, methods=["GET"])
+    app.add_api_route("/v1/responses/{response_id}", _delete_response, methods=["DELETE"])
+    app.add_api_route("/v1/responses/{response_id}/input_items", _list_input_items, methods=["GET"])
     # These routes read the raw body themselves, so FastAPI does not parse it.
     for path, route in POST_ROUTES.items():
         app.add_route(path, route, methods=["POST"])
@@ -127,6 +139,27 @@ async def _completions(request: Request) -> Response:
 
 async def _responses(request: Request) -> Response:
     return await respond(request, _dependencies(request))
+
+
+async def _read_response(request: Request, response_id: str, stream: bool = False) -> Response:
+    if stream:
+        raise InvalidRequest("stream is not supported for stored responses; leave it out", field="stream")
+    return read_response(client_name(request), response_id, _dependencies(request).responses)
+
+
+async def _delete_response(request: Request, response_id: str) -> Response:
+    return delete_response(client_name(request), response_id, _dependencies(request).responses)
+
+
+async def _list_input_items(
+    request: Request,
+    response_id: str,
+    limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> Response:
+    store = _dependencies(request).responses
+    return list_input_items(client_name(request), response_id, store, limit=limit, order=order, after=after)
 
 
 async def _ping(request: Request) -> Response:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from deployments.engine_client import EngineClient
 from deployments.http.admission import Admission
 from deployments.openai.prompts import ApiLimits
+from deployments.responses_api.store import ResponseStore
 from deployments.text.tokenizer import TextCodec
 from engine.messages import CheckGrammar
 
@@ -67,6 +68,8 @@ class ApiDependencies:
     """Bounds on bodies and prompts."""
     system_fingerprint: str | None = None
     """Value of `system_fingerprint` in responses."""
+    responses: ResponseStore | None = None
+    """Stored responses; None stores none."""
     running: RunningIds = field(default_factory=RunningIds)
     """Ids of the requests that run now."""
     admission: Admission = field(default_factory=lambda: Admission(MAX_UNBOUNDED))

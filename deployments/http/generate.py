@@ -99,8 +99,12 @@ async def start(
     """
     client: Client = getattr(request.state, "client", ANONYMOUS)
     claims = [_claim(request.state.request_id, dependencies, held)]
-    body, submits = await _prepare(raw, parse, claims[0].request_id, dependencies)
-    priority = choose_priority(body, client)
+    try:
+        body, submits = await _prepare(raw, parse, claims[0].request_id, dependencies)
+        priority = choose_priority(body, client)
+    except InvalidRequest:
+        dependencies.admission.count_invalid()
+        raise
     held.callback(dependencies.admission.enter(client, len(submits)).release)
     claims += [_claim(submit.request_id, dependencies, held) for submit in submits[1:]]
     named = tuple(

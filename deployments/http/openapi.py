@@ -28,7 +28,7 @@ from deployments.openai.responses import (
     Tokenized,
     VersionReport,
 )
-from deployments.responses_api.objects import Event, ResponseObject
+from deployments.responses_api.objects import DeletedResponse, Event, ItemList, ResponseObject
 from deployments.responses_api.requests import ResponsesBody
 
 _REF = "#/components/schemas/{%s}"
@@ -51,6 +51,8 @@ _RESPONSES: tuple[Any, ...] = (
     Detokenized,
     VersionReport,
     ResponseObject,
+    DeletedResponse,
+    ItemList,
     Event,
     ErrorEnvelope,
 )
@@ -58,7 +60,7 @@ _ERRORS = {
     400: "A field has a bad value, or the context is too short",
     401: "No valid API key",
     403: "A server without API keys accepts requests from loopback only; web pages of other origins need cors_origins",
-    404: "No such model or route",
+    404: "No such model, response or route",
     408: "The body came too slowly, or the response was not complete within `timeout`",
     413: "The body is too large",
     415: "The content type is not JSON",
@@ -94,7 +96,7 @@ def _document() -> dict[str, Any]:
         "/v1/models": {"get": _operation("The model served here", refs["ModelList"], errors=(503,))},
         "/v1/models/{model_id}": {
             "get": _operation("One model", refs["ModelCard"], errors=(404, 503))
-            | {"parameters": [{"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}]}
+            | {"parameters": [_path_parameter("model_id")]}
         },
         "/v1/chat/completions": {
             "post": _operation(
@@ -114,6 +116,22 @@ def _document() -> dict[str, Any]:
                 "Respond to input items", refs["ResponseObject"], body=_ref(ResponsesBody), chunk=refs["Event"]
             )
         },
+        "/v1/responses/{response_id}": {
+            "get": _operation("A stored response", refs["ResponseObject"], errors=(404, 503)),
+            "delete": _operation("Delete a stored response", refs["DeletedResponse"], errors=(404, 503)),
+            "parameters": [_path_parameter("response_id")],
+        },
+        "/v1/responses/{response_id}/input_items": {
+            "get": _operation("Input items of a stored response", refs["ItemList"], errors=(400, 404, 503))
+            | {
+                "parameters": [
+                    _path_parameter("response_id"),
+                    _query_parameter("limit", {"type": "integer", "minimum": 1, "maximum": 100}),
+                    _query_parameter("order", {"enum": ["asc", "desc"]}),
+                    _query_parameter("after", {"type": "string"}),
+                ]
+            }
+        },
         "/tokenize": {
             "post": _operation(
                 "Token ids of a text or a conversation",
@@ -129,6 +147,14 @@ def _document() -> dict[str, Any]:
         "paths": paths,
         "components": {"schemas": bodies["$defs"] | components},
     }
+
+
+def _path_parameter(name: str) -> dict[str, Any]:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+
+
+def _query_parameter(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": name, "in": "query", "required": False, "schema": schema}
 
 
 def _name(response: Any) -> str:

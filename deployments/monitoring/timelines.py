@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 from deployments.engine_client import EngineClient, Health
-from engine.errors import EngineUnavailable
+from engine.errors import EngineUnavailable, InvalidRequest, QueueFull
 from engine.messages import Delta, Submit
+from engine.metrics.labels import REJECT_CAUSES
 
 MAX_STEPS = 1024
 """Number of steps of a request that are kept individually."""
@@ -50,7 +51,7 @@ class Timeline:
     e2e_s: float | None = None
     """Seconds to its end; None while it runs."""
     outcome: str = "running"
-    """`running`, then a finish reason, or `unavailable` if the engine refused the request."""
+    """`running`, then a finish reason, or the cause if the engine refused the request."""
     error: str | None = None
     """Message of the exception that ended it; None without one."""
     num_tokens: int = 0
@@ -69,7 +70,7 @@ class Timeline:
     @property
     def is_refused(self) -> bool:
         """Whether the request ended before the engine accepted it."""
-        return self.outcome == "unavailable"
+        return self.outcome in REJECT_CAUSES
 
     @property
     def tpot_s(self) -> float | None:
@@ -160,4 +161,6 @@ def note(timeline: Timeline, delta: Delta, at_s: float) -> None:
 
 
 def _refusal(error: Exception) -> str:
-    return "unavailable" if isinstance(error, EngineUnavailable) else "error"
+    """The outcome of a request that failed before its first token: the cause if it was refused, else `error`."""
+    causes = {EngineUnavailable: "unavailable", InvalidRequest: "invalid_request", QueueFull: "queue_full"}
+    return next((cause for kind, cause in causes.items() if isinstance(error, kind)), "error")

@@ -33,9 +33,6 @@ MAX_PROMPTS = 16
 MAX_CHOICES = 128
 """Most choices of one HTTP request: prompts times n."""
 
-PART_LABELS = ("cache_control", "annotations")
-"""Fields of a text part that change nothing here. Clients of several providers send them."""
-
 TokenIds = tuple[int, ...]
 
 
@@ -100,29 +97,6 @@ class Only:
 
 Absent = Annotated[Any, Only()]
 """An option of OpenAI's that this server does not support: null only."""
-
-
-def _parse_content(value: Any) -> str | None:
-    """Text of a message: a string, or text parts joined by newlines."""
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise value_error("must be a string or a list of text parts")
-    if not value:
-        raise value_error("must have at least one part")
-    texts = []
-    for index, part in enumerate(value):
-        if not isinstance(part, dict):
-            raise value_error(f'part {index} must be an object like {{"type": "text", "text": "..."}}')
-        if part.get("type") != "text":
-            raise value_error(
-                f"part {index} has type {str(part.get('type'))[:40]!r}; only 'text' is supported (no images or audio)"
-            )
-        unknown = {name for name, field in part.items() if field is not None} - {"type", "text", *PART_LABELS}
-        if unknown or not isinstance(part.get("text"), str):
-            raise value_error(f"part {index} must have the fields 'type' and 'text' only, and 'text' must be a string")
-        texts.append(part["text"])
-    return "\n".join(texts)
 
 
 def _parse_prompts(value: Any) -> tuple[str | TokenIds, ...]:
@@ -212,23 +186,10 @@ def _shown(value: Any) -> str:
         return "a number too long to print"
 
 
-_TEXT_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}} | {name: {} for name in PART_LABELS},
-    "required": ["type", "text"],
-    "additionalProperties": {"type": "null"},
-}
 _IDS_SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
 _STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LEN}
 _BIAS_SCHEMA = {"type": "number", "minimum": -MAX_ABS_BIAS, "maximum": MAX_ABS_BIAS}
 
-Content = Annotated[
-    str | None,
-    PlainValidator(_parse_content),
-    WithJsonSchema(
-        {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART, "minItems": 1}, {"type": "null"}]}
-    ),
-]
 Prompts = Annotated[
     tuple[str | TokenIds, ...],
     PlainValidator(_parse_prompts),

@@ -13,14 +13,16 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
-from deployments.openai.fields import Absent, Body, Content, field_error, value_error
+from deployments.openai.fields import Absent, Body, field_error, value_error
+from deployments.openai.text_parts import TextParts
 
 MAX_TOOLS = 128
 FUNCTION_NAME = "^[a-zA-Z0-9_-]{1,64}$"
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 FunctionName = Annotated[str, Field(pattern=FUNCTION_NAME)]
-
+_PARTS = TextParts(("text",), is_optional=True)
+Content = Annotated[str | None, PlainValidator(_PARTS.parse), WithJsonSchema(_PARTS.schema())]
 
 Label = Annotated[Any, WithJsonSchema({})]
 """A field of other servers and gateways that changes nothing. Clients replay it with the history."""

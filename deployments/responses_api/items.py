@@ -8,44 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, PlainValidator, Tag, WithJsonSchema
+from pydantic import Discriminator, Field, PlainValidator, Tag, TypeAdapter, WithJsonSchema
 
-from deployments.openai.fields import Body, value_error
+from deployments.openai.fields import Body
 from deployments.openai.messages import FunctionName
+from deployments.openai.text_parts import TextParts
 
-_PART_FIELDS = {"type", "text", "annotations", "logprobs"}
-_TEXT_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-
-
-def _parse_text(value: Any) -> str:
-    """A text, or text parts joined by newlines."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise value_error("must be a string or a list of text parts")
-    texts = []
-    for index, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in _TEXT_TYPES:
-            raise value_error(f"part {index} has type {str(kind)[:40]!r}; only text is supported (no images or files)")
-        unknown = {name for name, field in part.items() if field is not None} - _PART_FIELDS
-        if unknown or not isinstance(part.get("text"), str):
-            raise value_error(f"part {index} must have the fields 'type' and 'text' only, and 'text' must be a string")
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-_PART_SCHEMA = {
-    "type": "object",
-    "properties": {"type": {"enum": list(_TEXT_TYPES)}, "text": {"type": "string"}, "annotations": {}, "logprobs": {}},
-    "required": ["type", "text"],
-    "additionalProperties": {"type": "null"},
-}
-ItemText = Annotated[
-    str,
-    PlainValidator(_parse_text),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}]}),
-]
+_PARTS = TextParts(("input_text", "output_text", "text", "reasoning_text", "summary_text"), may_be_empty=True)
+ItemText = Annotated[str, PlainValidator(_PARTS.parse), WithJsonSchema(_PARTS.schema())]
 ItemId = Annotated[str, Field(max_length=256)]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -102,6 +72,38 @@ Item = Annotated[
     | Annotated[ReasoningItem, Tag("reasoning")],
     Discriminator(_item_type),
 ]
+
+
+_ITEMS: TypeAdapter[list[AnyItem]] = TypeAdapter(list[Item])
+_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+def parse_items(items: Sequence[bytes]) -> list[AnyItem]:
+    """Items from their JSON, as `shown_item` and responses have it."""
+    return _ITEMS.validate_json(b"[" + b",".join(items) + b"]")
+
+
+def shown_item(item: AnyItem, suffix: str) -> dict[str, Any]:
+    """An input item as the interface lists it. Several text parts are one.
+
+    Args:
+        suffix: of its id, if the client gave none.
+    """
+    shown: dict[str, Any] = {"id": item.id or f"{_ID_PREFIXES[item.type]}_{suffix}", "type": item.type}
+    if isinstance(item, MessageItem):
+        part: dict[str, Any] = {"type": "input_text", "text": item.content}
+        if item.role == "assistant":
+            part = {"type": "output_text", "text": item.content, "annotations": []}
+        shown |= {"role": item.role, "content": [part]}
+    elif isinstance(item, FunctionCallItem):
+        shown |= {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+    elif isinstance(item, FunctionOutputItem):
+        shown |= {"call_id": item.call_id, "output": item.output}
+    else:
+        summary = [{"type": "summary_text", "text": item.summary}] if item.summary else []
+        content = [{"type": "reasoning_text", "text": item.content}] if item.content else []
+        shown |= {"summary": summary, "content": content}
+    return shown | {"status": item.status or "completed"}
 
 
 def to_turns(items: Sequence[AnyItem]) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 from deployments.text.logprobs import ChatTokenLogprob
 
@@ -92,10 +92,9 @@ class ResponseObject(Struct, frozen=True, kw_only=True):
     model: str
     output: tuple[OutputItem, ...] = ()
     parallel_tool_calls: bool
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     reasoning: dict[str, Any]
     store: bool = False
-    """Always false: this server stores no responses."""
     temperature: float
     text: dict[str, Any]
     tool_choice: Any
@@ -105,6 +104,23 @@ class ResponseObject(Struct, frozen=True, kw_only=True):
     usage: ResponseUsage | None = None
     user: str | None = None
     metadata: dict[str, Any] = {}
+
+
+class DeletedResponse(Struct, frozen=True):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
+class ItemList(Struct, frozen=True, kw_only=True):
+    """A part of the input items of a response."""
+
+    object: Literal["list"] = "list"
+    data: tuple[Raw, ...]
+    """Items as JSON."""
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class Event(Struct, frozen=True, kw_only=True):

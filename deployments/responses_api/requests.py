@@ -1,11 +1,12 @@
 """The body of /v1/responses, and the chat body that generates the same.
 
-Owns its fields, which of them go together, and how names of chat fields in errors become names of this body. This
-server keeps no responses, so what refers to a stored one is refused by name. Does not know output.
+Owns its fields, which of them go together, and how names of chat fields in errors become names of this body. Does not
+know output or where stored responses are kept.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PlainValidator, ValidationError, WithJsonSchema, model_validator
@@ -26,7 +27,7 @@ from deployments.openai.fields import (
 from deployments.openai.generation_body import ModelBody, RequestPriority, SpeculativeBody
 from deployments.openai.messages import FunctionName
 from deployments.openai.requests import MAX_TOP_LOGPROBS, ChatBody, Metadata, ReasoningEffort
-from deployments.responses_api.items import Item, to_turns
+from deployments.responses_api.items import AnyItem, Item, ItemId, MessageItem, to_turns
 from engine.errors import InvalidRequest
 
 LOGPROBS = "message.output_text.logprobs"
@@ -78,13 +79,9 @@ class StreamBody(Body):
     include_obfuscation: Annotated[Any, Only(False)] = None
 
 
-def _refuse_stored(value: Any) -> None:
+def _refuse_conversation(value: Any) -> None:
     if value is not None:
-        raise value_error("is not supported: this server stores no responses; send the whole conversation as input")
-
-
-Stored = Annotated[Any, PlainValidator(_refuse_stored), WithJsonSchema({"type": "null"})]
-"""A field that refers to a stored response."""
+        raise value_error("is not supported: this server stores no conversations; send the whole conversation as input")
 
 
 def _parse_choice(value: Any) -> Any:
@@ -134,21 +131,23 @@ class ResponsesBody(ModelBody):
     background_options: Absent = None
     context_management: Absent = None
     image: Absent = None
-    conversation: Stored = None
+    conversation: Annotated[Any, PlainValidator(_refuse_conversation), WithJsonSchema({"type": "null"})] = None
     max_tool_calls: Absent = None
     moderation: Absent = None
-    previous_response_id: Stored = None
+    previous_response_id: ItemId | None = None
     prompt: Absent = None
     truncation: Annotated[Any, Only("disabled")] = None
 
-    # Labels and storage options of OpenAI's. They change nothing in the response.
+    store: bool | None = None
+    """Whether the response may be fetched and continued later, if the server stores responses; default true."""
+
+    # Labels of OpenAI's. They change nothing in the response.
     metadata: Metadata | None = None
     prompt_cache_key: Label | None = None
     prompt_cache_options: Metadata | None = None
     prompt_cache_retention: Label | None = None
     safety_identifier: Label | None = None
     service_tier: Label | None = None
-    store: bool | None = None
     user: Label | None = None
 
     # Beyond OpenAI's, as in /v1/chat/completions.
@@ -158,20 +157,30 @@ class ResponsesBody(ModelBody):
     speculative: SpeculativeBody | None = None
     timeout: Annotated[float, Field(ge=0.001, le=86_400)] | None = None
 
-    def to_chat(self) -> ChatBody:
+    @property
+    def items(self) -> list[AnyItem]:
+        """The input as items."""
+        if isinstance(self.input, str):
+            return [MessageItem(role="user", content=self.input)]
+        return list(self.input)
+
+    def to_chat(self, history: Sequence[AnyItem] = ()) -> ChatBody:
         """The chat body that generates the same.
+
+        Args:
+            history: items before the input.
 
         Raises:
             InvalidRequest: naming the field of this body.
         """
-        chat = {name: value for name, value in self._chat_fields().items() if value is not None}
+        chat = {name: value for name, value in self._chat_fields(history).items() if value is not None}
         try:
             return ChatBody.model_validate(chat)
         except ValidationError as error:
             raise in_this_body(from_validation(error.errors(include_url=False))) from None
 
-    def _chat_fields(self) -> dict[str, Any]:
-        turns = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else to_turns(self.input)
+    def _chat_fields(self, history: Sequence[AnyItem]) -> dict[str, Any]:
+        turns = to_turns([*history, *self.items])
         if self.instructions is not None:
             turns.insert(0, {"role": "system", "content": self.instructions})
         has_logprobs = bool(self.include and LOGPROBS in self.include) or bool(self.top_logprobs)

@@ -41,18 +41,30 @@ class ResponsesWriter:
 
     Args:
         body: the request.
-        request_id: the engine's id; ids of the response and of its items derive from it.
+        suffix: of the ids of the response and of its items; unique.
         created: unix seconds.
         num_prompt: tokens of the prompt.
         name_of: how a token is spelt; for log-probabilities.
+        is_stored: whether the response will be stored.
     """
 
     def __init__(
-        self, body: ResponsesBody, *, request_id: str, created: int, model: str, num_prompt: int, name_of: NameOf
+        self,
+        body: ResponsesBody,
+        *,
+        suffix: str,
+        created: int,
+        model: str,
+        num_prompt: int,
+        name_of: NameOf,
+        is_stored: bool = False,
     ) -> None:
-        self.response_id = f"resp_{request_id}"
+        self.response_id = f"resp_{suffix}"
+        self.final: ResponseObject | None = None
+        """The complete response; None before its end."""
         self._body = body
-        self._request_id = request_id
+        self._suffix = suffix
+        self._is_stored = is_stored
         self._created = created
         self._model = model
         self._num_prompt = num_prompt
@@ -77,7 +89,8 @@ class ResponsesWriter:
         for text_delta in text_deltas:
             self.push(text_delta)
         self._close(_status(text_deltas[-1]))
-        return msgspec.json.encode(self._response(_status(text_deltas[-1]), text_deltas[-1]))
+        self.final = self._response(_status(text_deltas[-1]), text_deltas[-1])
+        return msgspec.json.encode(self.final)
 
     def begin(self) -> bytes:
         """The events before the first item."""
@@ -104,7 +117,8 @@ class ResponsesWriter:
         """The events after the last text delta."""
         status = _status(last)
         events = self._close(status)
-        return events + self._event(f"response.{status}", response=self._response(status, last))
+        self.final = self._response(status, last)
+        return events + self._event(f"response.{status}", response=self.final)
 
     def fail(self, error: Exception) -> bytes:
         """The event of an error that ends the stream."""
@@ -148,7 +162,7 @@ class ResponsesWriter:
         return events + self._of_item("response.function_call_arguments.delta", delta=call.arguments)
 
     def _item_id(self, prefix: str) -> str:
-        return f"{prefix}_{self._request_id}_{len(self._items) + (self._open is not None)}"
+        return f"{prefix}_{self._suffix}_{len(self._items) + (self._open is not None)}"
 
     def _begin_item(self, item: OutputItem) -> bytes:
         """Close the open item and open another one."""
@@ -208,6 +222,8 @@ class ResponsesWriter:
             model=self._model,
             output=tuple(self._items),
             parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=body.previous_response_id,
+            store=self._is_stored,
             reasoning={"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
             temperature=1.0 if body.temperature is None else body.temperature,
             text={"format": _format(body)},

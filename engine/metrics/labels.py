@@ -41,7 +41,7 @@ SWITCH_CAUSES: tuple[str, ...] = get_args(SwitchCause)
 CACHES = ("target", "draft")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 SCALING_REASONS: tuple[str, ...] = get_args(ScalingReason)
-REJECT_CAUSES = ("queue_full", "unavailable", "rate_limit", "unauthorized")
+REJECT_CAUSES = ("queue_full", "unavailable", "rate_limit", "unauthorized", "invalid_request")
 
 STEP_BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 TOKEN_BUCKETS = (1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)

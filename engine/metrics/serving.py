@@ -35,7 +35,7 @@ REQUESTS = (
     counter(
         "paceline_rejected_total",
         "serving",
-        "Requests refused before they entered the engine.",
+        "Requests refused before their first step. The cause `invalid_request` is an HTTP 400 or 404.",
         labels=("cause",),
         values=REJECT_CAUSES,
     ),

@@ -1,8 +1,9 @@
-"""Real clients against the server: each script in `scripts/` runs in the clients' own environment and must succeed.
+"""Real clients against the server: each script in `scripts/` runs in an environment of its clients and must succeed.
 
-`make test-clients` installs the clients and sets PACELINE_CLIENTS to their folder. Without PACELINE_URL the server is
-the real HTTP application over a scripted engine; with it, a running server with the model PACELINE_MODEL. The results
-are written into docs/openai.md.
+`make test-clients` makes the environments and sets PACELINE_CLIENTS to their folder. Each script runs against the HTTP
+application over a scripted engine, where it checks exact answers, and against `paceline serve` with the default model.
+PACELINE_URL and PACELINE_MODEL name a running server in place of the latter. The results are written into
+docs/openai.md.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from scripted_server import serve
+from scripted_server import TEXT, serve
+from serving import serving
+
+from engine.checkpoint.store import resolve_model
 
 CLIENTS = os.environ.get("PACELINE_CLIENTS")
 URL = os.environ.get("PACELINE_URL")
@@ -24,62 +28,107 @@ pytestmark = [
     pytest.mark.skipif(CLIENTS is None, reason="PACELINE_CLIENTS is not set; run make test-clients"),
 ]
 FOLDER = Path(__file__).parent / "scripts"
+TASKS = Path(__file__).parent / "tasks"
 PAGE = Path(__file__).parents[2] / "docs" / "openai.md"
 BLOCK = re.compile(r"(<!-- clients -->\n).*?(<!-- /clients -->)", re.DOTALL)
 TIMEOUT_S = 300
-PACKAGES = {
-    "ai_sdk.mjs": ("AI SDK", "ai"),
-    "dspy_predict.py": ("dspy", "dspy"),
-    "instructor_parse.py": ("instructor", "instructor"),
-    "langchain_chat.py": ("langchain-openai", "langchain-openai"),
-    "litellm_chat.py": ("litellm", "litellm"),
-    "llama_index_chat.py": ("llama-index", "llama-index-llms-openai-like"),
-    "openai_agents_run.py": ("openai-agents", "openai-agents"),
-    "openai_chat.py": ("openai, Chat and Completions", "openai"),
-    "openai_js.mjs": ("openai for JavaScript", "openai"),
-    "openai_responses.py": ("openai, Responses", "openai"),
-    "pydantic_ai_agent.py": ("pydantic-ai", "pydantic-ai-slim"),
-    "smolagents_run.py": ("smolagents", "smolagents"),
+SCRIPTED, MODEL = "scripted engine", "model"
+
+
+@dataclass(frozen=True)
+class Client:
+    """A client that a script runs."""
+
+    name: str
+    package: str
+    """The package whose version is reported."""
+    environment: str = "venv"
+    """Folder of its Python environment."""
+    servers: tuple[str, ...] = (SCRIPTED, MODEL)
+    """What it runs against. A client that measures needs a model."""
+
+
+SCRIPTS = {
+    "ai_sdk.mjs": Client("AI SDK", "ai"),
+    "aider_ask.py": Client("aider", "aider-chat", "aider"),
+    "dspy_predict.py": Client("dspy", "dspy"),
+    "guidellm_run.py": Client("guidellm", "guidellm", "measure", (MODEL,)),
+    "instructor_parse.py": Client("instructor", "instructor"),
+    "langchain_chat.py": Client("langchain-openai", "langchain-openai"),
+    "litellm_chat.py": Client("litellm", "litellm"),
+    "llama_index_chat.py": Client("llama-index", "llama-index-llms-openai-like"),
+    "lm_eval_run.py": Client("lm_eval", "lm_eval", "measure", (MODEL,)),
+    "openai_agents_run.py": Client("openai-agents", "openai-agents"),
+    "openai_chat.py": Client("openai, Chat and Completions", "openai"),
+    "openai_js.mjs": Client("openai for JavaScript", "openai"),
+    "openai_responses.py": Client("openai, Responses", "openai"),
+    "pydantic_ai_agent.py": Client("pydantic-ai", "pydantic-ai-slim"),
+    "smolagents_run.py": Client("smolagents", "smolagents"),
 }
-"""Scripts: the client's name, and the package whose version is reported."""
+RUNS = [(script, server) for script, client in SCRIPTS.items() for server in client.servers]
 
 
 @dataclass
 class Results:
-    rows: dict[str, str] = field(default_factory=dict)
+    """Versions by script, and results by script and server."""
+
+    versions: dict[str, str] = field(default_factory=dict)
+    results: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def table(self) -> str:
+        served = os.environ["PACELINE_MODEL"] if URL is not None else "SmolLM2-135M"
+        lines = [f"| Client | Version | Tried | Scripted engine | {served} |", "|---|---|---|---|---|"]
+        for script, client in SCRIPTS.items():
+            results = [self.results.get((script, server), "not run") for server in (SCRIPTED, MODEL)]
+            lines.append(f"| {' | '.join([client.name, self.versions[script], tried(script), *results])} |")
+        return "\n".join(lines)
 
 
 @pytest.fixture(scope="module")
 def results() -> Iterator[Results]:
-    """Rows of the table, written into the page if every script has run."""
+    """The results, written into the page if every script has run."""
     results = Results()
     yield results
-    if set(results.rows) == set(PACKAGES):
-        server = "a running server" if URL else "the HTTP application over a scripted engine"
-        table = "\n".join(results.rows[name] for name in sorted(results.rows))
-        head = f"Tried against {server}:\n\n| Client | Version | Tried | Result |\n|---|---|---|---|\n"
+    if set(results.results) == set(RUNS):
         text = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(BLOCK.sub(lambda match: f"{match[1]}{head}{table}\n{match[2]}", text), encoding="utf-8")
+        PAGE.write_text(BLOCK.sub(lambda match: f"{match[1]}{results.table()}\n{match[2]}", text), encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[tuple[str, str]]:
-    """Base URL and model."""
-    if URL is not None:
-        yield URL, os.environ["PACELINE_MODEL"]
-        return
+def scripted() -> Iterator[dict[str, str]]:
     with serve() as url:
-        yield url, "tiny"
+        yield {"BASE_URL": url, "MODEL": "tiny", "ANSWER": TEXT}
 
 
-def version_of(script: str, package: str) -> str:
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """`paceline serve`, or the running server that PACELINE_URL names. In float32, greedy answers are reproducible."""
+    common = {"ANSWER": "", "TOKENIZER": str(resolve_model("smollm2", progress=False)), "TASKS": str(TASKS)}
+    if URL is not None:
+        yield {"BASE_URL": URL, "MODEL": os.environ["PACELINE_MODEL"], **common}
+        return
+    with serving(tmp_path_factory.mktemp("server") / "log", "--dtype", "float32") as server:
+        yield {"BASE_URL": f"{server.url}/v1", "MODEL": "smollm2", **common}
+
+
+def tried(script: str) -> str:
+    """What a script does, by its first line."""
+    return (FOLDER / script).read_text(encoding="utf-8").splitlines()[0].strip('"/ .').partition(": ")[2]
+
+
+def python(client: Client) -> str:
+    return f"{CLIENTS}/{client.environment}/bin/python"
+
+
+def version_of(script: str) -> str:
+    client = SCRIPTS[script]
     if script.endswith(".mjs"):
-        text = (Path(str(CLIENTS)) / "node_modules" / package / "package.json").read_text(encoding="utf-8")
+        text = (Path(str(CLIENTS)) / "node_modules" / client.package / "package.json").read_text(encoding="utf-8")
         found = re.search(r'"version": "([^"]+)"', text)
         assert found
         return found[1]
-    command = f"import importlib.metadata; print(importlib.metadata.version({package!r}))"
-    return run([f"{CLIENTS}/venv/bin/python", "-c", command], {}).stdout.strip()
+    command = f"import importlib.metadata; print(importlib.metadata.version({client.package!r}))"
+    return run([python(client), "-c", command], {}).stdout.strip()
 
 
 def run(command: list[str], environment: dict[str, str], folder: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -95,21 +144,23 @@ def run(command: list[str], environment: dict[str, str], folder: str | None = No
 
 
 def test_every_script_is_listed() -> None:
-    assert {path.name for path in FOLDER.iterdir() if path.suffix in (".py", ".mjs")} == set(PACKAGES)
+    assert {path.name for path in FOLDER.iterdir() if path.suffix in (".py", ".mjs")} == set(SCRIPTS)
 
 
-@pytest.mark.parametrize("script", PACKAGES)
-def test_a_client_works(script: str, server: tuple[str, str], results: Results) -> None:
-    url, model = server
-    name, package = PACKAGES[script]
-    text = (FOLDER / script).read_text(encoding="utf-8")
-    tried = text.splitlines()[0].strip('"/ .').partition(": ")[2]
-    environment = {"BASE_URL": url, "MODEL": model, "OPENAI_API_KEY": "none", "DO_NOT_TRACK": "1"}
+@pytest.mark.parametrize(("script", "server"), RUNS)
+def test_a_client_works(script: str, server: str, request: pytest.FixtureRequest, results: Results) -> None:
+    client = SCRIPTS[script]
+    results.versions[script] = version_of(script)
+    if not results.versions[script]:
+        results.versions[script], results.results[script, server] = "", "not installed"
+        pytest.skip(f"{client.package} does not support this Python")
+    given: dict[str, str] = request.getfixturevalue("scripted" if server == SCRIPTED else "real")
+    environment = given | {"OPENAI_API_KEY": "none", "DO_NOT_TRACK": "1"}
     if script.endswith(".mjs"):
         # Node finds packages beside the script, so the script's text runs in the clients' folder.
+        text = (FOLDER / script).read_text(encoding="utf-8")
         done = run(["node", "--input-type=module", "--eval", text], environment, CLIENTS)
     else:
-        done = run([f"{CLIENTS}/venv/bin/python", str(FOLDER / script)], environment)
-    result = "works" if done.returncode == 0 else "fails"
-    results.rows[script] = f"| {name} | {version_of(script, package)} | {tried} | {result} |"
+        done = run([python(client), str(FOLDER / script)], environment)
+    results.results[script, server] = "works" if done.returncode == 0 else "fails"
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

@@ -236,3 +236,15 @@ def test_every_package_is_in_the_wheel() -> None:
         for file in (ROOT / name).rglob("__init__.py")
     }
     assert set(settings["packages"]) == found
+
+
+def test_a_requirements_file_gets_the_same_build_of_torch_first(tmp_path: Path) -> None:
+    file = tmp_path / "requirements.txt"
+    file.write_text("# a comment about torch\ntorch==2.13.0\nhttpx\n")
+    assert install.file_steps("index", file) == [
+        ["--no-deps", "--index-url", "index", "torch==2.13.0"],
+        ["-r", str(file)],
+    ]
+    assert install.file_steps(None, file) == [["-r", str(file)]]
+    file.write_text("httpx\n")
+    assert install.file_steps("index", file) == [["-r", str(file)]]

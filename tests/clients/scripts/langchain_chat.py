@@ -25,11 +25,15 @@ model = ChatOpenAI(
     model=os.environ["MODEL"], base_url=os.environ["BASE_URL"], api_key="none", temperature=0, max_tokens=100
 )
 question = HumanMessage("What is the weather in Paris?")
-assert model.invoke([question]).content
-assert "".join(chunk.text for chunk in model.stream([question]))
+ANSWER = os.environ["ANSWER"]
+text = model.invoke([question]).content
+assert text
+assert text == (ANSWER or text)
+assert "".join(chunk.text for chunk in model.stream([question])) == text
 called = model.bind_tools([weather], tool_choice="required").invoke([question])
 call = called.tool_calls[0]
 assert call["name"] == "weather"
 after = [question, called, ToolMessage(weather.invoke(call["args"]), tool_call_id=call["id"])]
-assert model.bind_tools([weather]).invoke(after).content
+last = model.bind_tools([weather]).invoke(after)
+assert last.content or (last.tool_calls and not ANSWER)
 assert isinstance(model.with_structured_output(Place, method="json_schema").invoke([question]), Place)

@@ -13,6 +13,7 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": PARA
 
 whole = litellm.completion(**OPTIONS, messages=MESSAGES, temperature=0, max_tokens=60)
 assert whole.choices[0].message.content
+assert whole.choices[0].message.content == (os.environ["ANSWER"] or whole.choices[0].message.content)
 chunks = litellm.completion(**OPTIONS, messages=MESSAGES, temperature=0, max_tokens=60, stream=True)
 assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
 called = litellm.completion(

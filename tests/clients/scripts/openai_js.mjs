@@ -11,6 +11,7 @@ const options = { model, messages, temperature: 0, max_tokens: 100 };
 
 const whole = await client.chat.completions.create(options);
 assert(whole.choices[0].message.content);
+if (process.env.ANSWER) assert.equal(whole.choices[0].message.content, process.env.ANSWER);
 const runner = client.chat.completions.stream(options);
 assert.equal(await runner.finalContent(), whole.choices[0].message.content);
 const called = client.chat.completions.stream({ ...options, tools, tool_choice: "required" });

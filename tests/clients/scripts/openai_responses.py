@@ -8,6 +8,7 @@ import pydantic
 
 client = openai.OpenAI(base_url=os.environ["BASE_URL"], api_key="none", max_retries=0)
 MODEL = os.environ["MODEL"]
+ANSWER = os.environ["ANSWER"]
 QUESTION = "Which city is the capital of France? What is the weather there?"
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [{"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}]
@@ -19,6 +20,7 @@ class Place(pydantic.BaseModel):
 
 
 whole = client.responses.create(model=MODEL, input=QUESTION, temperature=0, max_output_tokens=60)
+assert whole.output_text == (ANSWER or whole.output_text)
 assert whole.output_text
 with client.responses.stream(model=MODEL, input=QUESTION, temperature=0, max_output_tokens=60) as stream:
     kinds = [event.type for event in stream]

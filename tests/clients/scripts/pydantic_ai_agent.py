@@ -3,7 +3,7 @@
 import os
 
 import pydantic
-from pydantic_ai import Agent
+from pydantic_ai import Agent, UsageLimitExceeded, UsageLimits
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -26,7 +26,10 @@ def weather(city: str) -> str:
     return f"sunny in {city}"
 
 
-assert agent.run_sync("What is the weather in Paris?").output
+try:
+    assert agent.run_sync("What is the weather in Paris?", usage_limits=UsageLimits(request_limit=4)).output
+except UsageLimitExceeded:  # a small model may call the tool again and again
+    assert not os.environ["ANSWER"]
 assert isinstance(
     Agent(model, output_type=Place, model_settings=settings).run_sync("Three days in Paris.").output, Place
 )

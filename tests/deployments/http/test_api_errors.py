@@ -13,6 +13,7 @@ from api_harness import CHAT, COMPLETION, LIMITS, URLS, dependencies, error_of, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deployments.http.admission import Admission
 from deployments.http.app import build_api
 from deployments.openai.requests import ChatBody, CompletionBody
 from engine.errors import EngineError, EngineUnavailable, InvalidRequest, QueueFull, ShardDown
@@ -219,3 +220,22 @@ def test_random_bodies_never_fail_inside(kind: str) -> None:
 
     check()
     assert not engine.running
+
+
+def test_bodies_that_are_refused_are_counted() -> None:
+    causes: list[str] = []
+    bodies = [
+        ("/v1/chat/completions", CHAT | {"temperature": 9}),
+        ("/v1/completions", COMPLETION | {"prompt": ""}),
+        ("/v1/responses", {"model": "tiny", "input": []}),
+        ("/v1/chat/completions", CHAT),
+    ]
+
+    async def run() -> list[int]:
+        needed = replace(dependencies(make_engine()), admission=Admission(10, on_refused=causes.append))
+        transport = httpx.ASGITransport(build_api(needed))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return [(await client.post(url, json=body)).status_code for url, body in bodies]
+
+    assert asyncio.run(run()) == [400, 400, 400, 200]
+    assert causes == ["invalid_request"] * 3

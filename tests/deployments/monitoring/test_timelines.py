@@ -10,7 +10,7 @@ from fake_engine import FakeEngine
 from recorded import run, submit
 
 from deployments.monitoring.timelines import MAX_STEPS, TimedEngine, Timeline, note
-from engine.errors import EngineUnavailable
+from engine.errors import EngineError, EngineUnavailable, InvalidRequest, QueueFull
 from engine.messages import Delta
 
 
@@ -42,6 +42,9 @@ def test_a_request_that_ends_well() -> None:
         (make_engine(max_step=1, fail_after=3, failure=EngineUnavailable("gone")), None, "error"),
         (make_engine(max_step=1, fail_after=3, failure=RuntimeError("a bug")), None, "error"),
         (make_engine(refusal=EngineUnavailable("starting")), None, "unavailable"),
+        (make_engine(refusal=InvalidRequest("no such rule", field="grammar")), None, "invalid_request"),
+        (make_engine(refusal=QueueFull("full", retry_after_s=1)), None, "queue_full"),
+        (make_engine(refusal=EngineError("a fault")), None, "error"),
     ],
 )
 def test_every_end_is_counted_once(engine: FakeEngine, leave_after: int | None, outcome: str) -> None:
