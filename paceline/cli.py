@@ -18,6 +18,7 @@ from engine.errors import PacelineError
 from paceline import __version__
 from paceline.files import add_file_parsers
 from paceline.machine import add_doctor_parser
+from paceline.plan import add_plan_parser
 from paceline.reports import add_report_parsers
 from paceline.serve import add_serve_parser
 
@@ -54,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     add_doctor_parser(commands)
     add_file_parsers(commands)
     add_report_parsers(commands)
+    add_plan_parser(commands)
     add_bench_parser(commands)
     add_distill_parser(commands)
     add_dashboards_parser(commands)

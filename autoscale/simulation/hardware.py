@@ -29,8 +29,11 @@ def roofline_table(
     flops_per_s: float,
     kv_bytes_per_token: float,
     launch_s: float = 0.0,
+    target_least_s: float = 0.0,
+    draft_least_s: float = 0.0,
+    exchange_s: float = 0.0,
 ) -> CostTable:
-    """Costs from a data sheet: a forward takes the longer of reading all weights and doing all arithmetic.
+    """Costs from a data sheet: a forward takes the longest of reading all weights, all arithmetic, and all launches.
 
     Args:
         target_bytes, draft_bytes: bytes of weights that one device reads in a forward.
@@ -38,14 +41,17 @@ def roofline_table(
         bytes_per_s, flops_per_s: achievable rates of one device, below the advertised ones.
         kv_bytes_per_token: bytes of the target's KV cache on one device per token.
         launch_s: seconds per forward that do not depend on its size.
+        target_least_s, draft_least_s: seconds in which the host launches all kernels of a forward. No forward is
+            shorter; a longer one hides them.
+        exchange_s: seconds per target forward in which the shards exchange activations.
     """
 
-    def forward(size: float, flops: float, rows: int) -> float:
-        return launch_s + max(size / bytes_per_s, rows * flops / flops_per_s)
+    def forward(size: float, flops: float, least_s: float, rows: int) -> float:
+        return launch_s + max(size / bytes_per_s, rows * flops / flops_per_s, least_s)
 
     return CostTable(
-        tuple(forward(target_bytes, target_flops_per_token, rows) for rows in ROW_KNOTS),
-        tuple(forward(draft_bytes, draft_flops_per_token, batch) for batch in BATCH_KNOTS),
+        tuple(exchange_s + forward(target_bytes, target_flops_per_token, target_least_s, rows) for rows in ROW_KNOTS),
+        tuple(forward(draft_bytes, draft_flops_per_token, draft_least_s, batch) for batch in BATCH_KNOTS),
         context_s=kv_bytes_per_token / bytes_per_s,
         catch_up_s=draft_flops_per_token / flops_per_s,
         handoff_s=5e-5,

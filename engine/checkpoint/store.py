@@ -93,7 +93,7 @@ def check_cache() -> None:
 
 def embedded_bytes_needed() -> int:
     """Disk space that resolving the default model takes from now on: 0 once it has been converted."""
-    if _intact(_embedded_folder(cache_folder())):
+    if _intact(embedded_folder(cache_folder())):
         return 0
     num_download_bytes = 0 if _found_embedded_file(cache_folder()) else 2 * EMBEDDED_FILE.num_bytes
     return num_download_bytes + 3 * EMBEDDED_FILE.num_bytes  # bfloat16 against 4 bits and scales, and a margin
@@ -126,14 +126,15 @@ def _found_embedded_file(cache: Path) -> Path | None:
     return installed or (cached if cached.is_file() else None)
 
 
-def _embedded_folder(cache: Path) -> Path:
+def embedded_folder(cache: Path) -> Path:
+    """Where the default model is, or will be once it has been converted."""
     return cache / f"{EMBEDDED}-{EMBEDDED_FILE.num_bytes}-v{_LAYOUT}"
 
 
 def _embedded_model(cache: Path, *, progress: bool) -> Path:
     """The default model's folder. A start after the first one reads nothing but its marker."""
     try:
-        folder = _embedded_folder(cache)
+        folder = embedded_folder(cache)
         if _intact(folder):
             return folder
     except OSError as error:

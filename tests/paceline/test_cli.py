@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from autoscale.policy.cost_model import BATCH_KNOTS, ROW_KNOTS, CostTable
+from autoscale.policy.profiling import TableCache
 from autoscale.simulation.hardware import HARDWARE
+from autoscale.simulation.shapes import SHAPES
 from autoscale.simulation.simulator import WORKLOADS
 from deployments.local import yaml_config
 from paceline import __version__
@@ -54,6 +58,66 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_names_that_help_shows_are_those_that_exist() -> None:
     assert set(HARDWARE_NAMES) == set(HARDWARE)
     assert set(WORKLOAD_NAMES) == set(WORKLOADS)
+
+
+def test_a_plan_is_printed_as_a_table_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "llama-3.1-70b", "--gpus", "4xH100", "--draft", "llama-3.2-1b", "--price", "3"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    for expected in ("Memory, shard 0", "Drafting pays", "price of", "0.6 of drafted tokens", "70% of the data sheet"):
+        assert expected in " ".join(printed.split()), expected
+    assert main([*command, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["tensor_parallel_size"], plan["num_replicas"]) == (4, 1)
+    (first, *_) = plan["points"]
+    assert first["cost_per_million"] == pytest.approx(4 * 3 / 3600 / first["tokens_per_s"] * 1e6)
+    assert first["tokens_per_s"] > first["plain_tokens_per_s"]
+
+
+def test_a_plan_of_this_cpu_uses_the_costs_that_the_server_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(SHAPES["smollm2-135m"]))
+    assert main(["plan", str(model)]) == 2
+    assert "were not measured on this machine" in capsys.readouterr().err
+    table = CostTable((0.02,) * len(ROW_KNOTS), (0.001,) * len(BATCH_KNOTS), overhead_s=0.001, sample_row_s=1e-9)
+    identity = {"model": str(model.resolve()), "device": "cpu", "draft": "/models/small-draft"}
+    TableCache(tmp_path / "costs", identity).store(table)
+    assert main(["plan", str(model), "--json", "--streams", "1"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    serving_s = 1.6e-4 / (os.cpu_count() or 1)
+    assert plan["points"][0]["plain_tpot_s"] == pytest.approx(0.021 + serving_s, rel=1e-4)
+    assert plan["pays_up_to"] is None
+    assert main(["plan", str(model), "--json", "--streams", "1", "--draft", "small-draft"]) == 0
+    assert json.loads(capsys.readouterr().out)["points"][0]["mean_k"] > 0
+    assert main(["plan", str(model), "--draft", "another"]) == 2
+    assert "start `paceline serve" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["llama-9"], "'llama-9' is no folder with a config.json"),
+        (["llama-9", "--gpus", "L4"], "neither a folder with a config.json nor one of"),
+        (["llama-3.1-8b", "--gpus", "7xZ80"], "--gpus: '7xZ80' given; allowed is a count and a name, such as 4xH100"),
+        (["llama-3.1-8b", "--gpus", "L4", "--acceptance", "1"], "--acceptance: 1.0 given; allowed are 0 to below 1"),
+        (["llama-3.1-8b", "--gpus", "L4", "--price", "0"], "--price: 0.0 given"),
+        (["llama-3.1-8b", "--gpus", "L4", "--context", "0"], "--context: 0 given"),
+        (["llama-3.1-8b", "--gpus", "L4", "--streams", "513"], "--streams: allowed are 1 to --max-step-tokens"),
+        (["llama-3.1-8b", "--gpus", "L4", "--draft", "eagle", "--k", "99"], "speculative.k"),
+        (["smollm2", "--tp", "2"], "--tp: 2 given; a plan of this CPU has one shard"),
+    ],
+)
+def test_a_plan_refuses_bad_options_in_one_line(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
 
 
 def two_applications(tmp_path: Path) -> list[str]:

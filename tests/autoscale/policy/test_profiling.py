@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from autoscale.policy.cost_model import BATCH_KNOTS, ROW_KNOTS, CostTable
 from autoscale.policy.goodput import UNMEASURED
-from autoscale.policy.profiling import TableCache, profile_draft, profile_target, still_holds
+from autoscale.policy.profiling import TableCache, newest_table, profile_draft, profile_target, still_holds
 from engine.core.step import ForwardInput
 from engine.draft.messages import DraftResponse, DraftResponseRow
 
@@ -94,6 +95,13 @@ def test_a_table_is_cached_for_the_same_engine_only(tmp_path: Path) -> None:
     cache.store(table)
     assert TableCache(tmp_path / "costs", {"model": "a"}).load() == table
     assert TableCache(tmp_path / "costs", {"model": "b"}).load() is None
+    (path,) = (tmp_path / "costs").iterdir()
+    (tmp_path / "costs" / "older.json").write_bytes(path.read_bytes().replace(b'"model":"a"', b'"model":"c"'))
+    os.utime(tmp_path / "costs" / "older.json", (1, 1))
+    assert newest_table(tmp_path / "costs", lambda identity: identity["model"] in ("a", "c")) == table
+    assert newest_table(tmp_path / "costs", lambda identity: identity["model"] == "d") is None
+    assert newest_table(tmp_path / "no such folder", lambda _: True) is None
+    (tmp_path / "costs" / "older.json").unlink()
     for damaged in (b"", b"{}", b'{"verify_s": [1], "pass_s": [1]}', b"\xff\x00"):
         (kept,) = (tmp_path / "costs").iterdir()
         kept.write_bytes(damaged)
