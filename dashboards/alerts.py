@@ -31,6 +31,7 @@ def alerts() -> tuple[Alert, ...]:
         _queue_growing(),
         _errors(),
         _target_down(),
+        _replicas_missing(),
     )
 
 
@@ -186,7 +187,22 @@ def _target_down() -> Alert:
         for_="2m",
         severity="page",
         summary=f"{WHERE}: {{{{ $labels.instance }}}} does not respond to Prometheus",
-        runbook="The replica's exporter is listed in the folder of targets but does not respond. If clients get "
-        "responses from it, only the exporter or the network between is broken. If not, the replica is dead or its "
-        "node is gone: see `ray status` and Serve's own health checks. No other rule sees this replica.",
+        runbook="The replica is listed under /metrics/targets, so it is alive, but its exporter does not respond. If "
+        "clients get responses from it, only the exporter or the network between is broken: see metrics_host and the "
+        "firewall. A replica that is dead leaves the list, and PacelineReplicasMissing counts it.",
+    )
+
+
+def _replicas_missing() -> Alert:
+    wanted = NOW.gauge("desired_replicas", "app", over="max")
+    return Alert(
+        name="PacelineReplicasMissing",
+        expr=f'sum by (app) (up{{job="paceline"}}) < {wanted.expr}',
+        for_="5m",
+        severity="page",
+        summary="{{ $labels.app }}: {{ $value }} replicas respond, fewer than are wanted",
+        runbook="Replicas died and no others took their place, or new ones do not start. `serve status` names the "
+        "reason: no node with free CPUs or GPUs (see `ray status`), an engine that does not fit its memory, or a model "
+        "that cannot be downloaded. When all are gone nobody lists targets; Prometheus then keeps the last ones, and "
+        "PacelineTargetDown fires for each.",
     )

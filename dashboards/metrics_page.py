@@ -16,17 +16,21 @@ _INTRO = """# Metrics
 
 Made from `engine/metrics/definitions.py` by `paceline metrics --markdown`; a test keeps it current.
 
-Each replica listens on a port of its own (settings `metrics_host`, `metrics_port`; by default a free port on loopback)
-and writes a target file for Prometheus' file-based discovery into `metrics_dir` (default `$PACELINE_METRICS_DIR`, else
-`metrics-targets` in the cache folder), which goes when the replica stops:
+Each replica listens on a port of its own (settings `metrics_host`, `metrics_port`; by default a free port on loopback).
+The server lists the living replicas of all nodes under `/metrics/targets`, for Prometheus' HTTP service discovery:
 
 ```yaml
 scrape_configs:
   - job_name: paceline
     honor_labels: true
-    file_sd_configs:
-      - files: ["/path/to/metrics-targets/*.json"]
+    http_sd_configs:
+      - url: http://127.0.0.1:8000/metrics/targets
 ```
+
+A replica that dies leaves the list within 15 seconds, one of a lost node as soon as Ray notices. With API keys the list
+needs one: `authorization: {{credentials_file: FILE}}`. The Prometheus operator finds pods by itself and needs no list.
+Each replica also writes a target file for `file_sd_configs` into `metrics_dir` (default `$PACELINE_METRICS_DIR`, else
+`metrics-targets` in the cache folder). The file goes when the replica stops, or when its node is lost.
 
 Every series carries the labels {common}. Units are seconds, tokens, blocks, bytes. There are no ready-made
 ratios: divide rates, after adding them up over replicas, as the queries below do.

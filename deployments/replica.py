@@ -26,7 +26,7 @@ from deployments.http.connection import BehindProxy
 from deployments.http.direct_port import DirectHttp
 from deployments.http.keys import KeyRing
 from deployments.http.ui_routes import add_ui_routes
-from deployments.monitoring.metrics_route import add_metrics_route
+from deployments.monitoring.metrics_route import add_metrics_route, add_targets_route
 from deployments.monitoring.replica_observer import ReplicaObserver
 from deployments.settings import AppSettings, LiveSettings, check_live
 from deployments.text.tokenizer import TextCodec
@@ -70,7 +70,9 @@ class Replica:
         self._api: ApiDependencies | None = None
         self._app: FastAPI | None = None
         self._ready = await self._group.start()
-        self._observer.start(asyncio.get_running_loop(), node_ip=ray.util.get_node_ip_address())
+        node_ip, node_id = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+        target = self._observer.start(asyncio.get_running_loop(), node_ip=node_ip, node_id=node_id)
+        self._announcing = asyncio.create_task(self._observer.announce(target, self._group.controller.announce))
 
     def __serve_build_asgi_app__(self) -> BehindProxy:
         """The application that Serve mounts once the replica is up."""
@@ -104,6 +106,7 @@ class Replica:
         add_ui_routes(
             app, model_name=settings.served_name, history=self._group.controller.history, health=self._group.health
         )
+        add_targets_route(app, self._group.controller.targets)
         if settings.direct_port is not None:
             self._direct = DirectHttp(app, host=settings.direct_host, port=settings.direct_port)
             self._direct.open()
@@ -149,6 +152,8 @@ class Replica:
         """Called by Serve when the replica stops. Parts that were never created are skipped."""
         if hasattr(self, "_direct"):
             await self._direct.close()
+        if hasattr(self, "_announcing"):
+            self._announcing.cancel()
         if hasattr(self, "_observer"):
             await asyncio.to_thread(self._observer.close)
         if hasattr(self, "_group"):

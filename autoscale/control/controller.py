@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from autoscale.control.history import History, HistoryView
+from autoscale.control.metric_targets import MetricTarget, TargetRegistry
 from autoscale.control.priors import PriorPool
 from autoscale.control.report import Observation
 from autoscale.replicas.decision import ReplicaDecision
@@ -44,10 +46,13 @@ class Controller:
 
     Args:
         plan: the first plan.
+        dead_nodes: returns the ids of the nodes of this cluster that are gone.
     """
 
-    def __init__(self, plan: SpeculationPlan) -> None:
+    def __init__(self, plan: SpeculationPlan, dead_nodes: Callable[[], frozenset[str]] = frozenset) -> None:
         self._plan = plan
+        self._dead_nodes = dead_nodes
+        self._targets = TargetRegistry()
         self._pool = PriorPool()
         self._pooled_s = -math.inf
         self._reports: dict[str, EngineReport] = {}
@@ -104,6 +109,15 @@ class Controller:
     def replicas(self) -> ReplicaDecision | None:
         """The last decision on the number of replicas; None where the number is fixed."""
         return self._replicas
+
+    def announce(self, target: MetricTarget) -> frozenset[str]:
+        """Note that a replica's metrics endpoint is alive now. Returns the ids of the nodes that are gone."""
+        self._targets.announce(target)
+        return self._dead_nodes()
+
+    def targets(self) -> tuple[MetricTarget, ...]:
+        """The metrics endpoints of the living replicas."""
+        return self._targets.living(self._dead_nodes())
 
     def history(self, since_s: float) -> HistoryView:
         """The last minutes of all engines, from a Unix time on."""

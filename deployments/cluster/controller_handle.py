@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from autoscale.control.history import HistoryView
+from autoscale.control.metric_targets import MetricTarget
 from autoscale.replicas.decision import ReplicaDecision
 from deployments.cluster.actors import actor
 from deployments.cluster.controller_actor import ControllerActor
@@ -26,6 +27,7 @@ HANG_TIMEOUT_S = 30.0
 PLAN_TIMEOUT_S = 3.0
 HISTORY_TIMEOUT_S = 3.0
 REPLICAS_TIMEOUT_S = 1.0
+TARGETS_TIMEOUT_S = 3.0
 _log = logging.getLogger(__name__)
 
 
@@ -117,6 +119,16 @@ class ControllerHandle:
         """The last decision on the number of replicas; None before the first. Raises as `plan`."""
         decision: ReplicaDecision | None = await self._ask("replicas", REPLICAS_TIMEOUT_S)
         return decision
+
+    async def announce(self, target: MetricTarget) -> frozenset[str]:
+        """Say that a metrics endpoint is alive. Returns the ids of the nodes that are gone. Raises as `plan`."""
+        dead: frozenset[str] = await self._ask("announce", TARGETS_TIMEOUT_S, target)
+        return dead
+
+    async def targets(self) -> tuple[MetricTarget, ...]:
+        """The metrics endpoints of the living replicas. Raises as `plan`."""
+        targets: tuple[MetricTarget, ...] = await self._ask("targets", TARGETS_TIMEOUT_S)
+        return targets
 
     async def _ask(self, method: str, timeout_s: float, *values: Any, **arguments: Any) -> Any:
         try:

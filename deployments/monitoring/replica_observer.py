@@ -1,4 +1,4 @@
-"""Observability of one replica: metrics and their target file, traces, request log and timelines.
+"""Observability of one replica: metrics and how Prometheus finds them, traces, request log and timelines.
 
 Owns the wiring and the lifecycle: created before the engine serves, started with it, closed when the replica stops.
 """
@@ -6,12 +6,14 @@ Owns the wiring and the lifecycle: created before the engine serves, started wit
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
+from autoscale.control.metric_targets import ANNOUNCE_PERIOD_S, MetricTarget
 from deployments.engine_client import EngineClient
-from deployments.monitoring.discovery import TargetFile, targets_folder
+from deployments.monitoring.discovery import TargetFile, clear_dead, targets_folder
 from deployments.monitoring.exporter import Exporter
 from deployments.monitoring.request_log import count_request, log_as_json, log_request
 from deployments.monitoring.timelines import Sink, TimedEngine
@@ -51,7 +53,8 @@ class ReplicaObserver:
         self._labels = {"app": app, "replica": replica, "model": settings.served_name}
         self._counters = MetricCounters()
         self._exporter: Exporter | None = None
-        self._target = TargetFile(targets_folder(settings.metrics_dir), replica)
+        self._folder = targets_folder(settings.metrics_dir)
+        self._file = TargetFile(self._folder, replica)
         sinks: list[Sink] = [partial(count_request, counters=self._counters)]
         if settings.log_format == "json":
             log_as_json()
@@ -62,12 +65,13 @@ class ReplicaObserver:
             sinks.append(self._tracing.record)
         self.engine = TimedEngine(engine, sinks, keep=settings.num_timelines)
 
-    def start(self, loop: asyncio.AbstractEventLoop, *, node_ip: str) -> None:
-        """Start the metrics endpoint and write its target file.
+    def start(self, loop: asyncio.AbstractEventLoop, *, node_ip: str, node_id: str) -> MetricTarget:
+        """Start the metrics endpoint and write its target file. Returns the target.
 
         Args:
             loop: the event loop in which `read_engine` runs. Scrapes come from other threads.
             node_ip: host of the target if `metrics_host` is a wildcard.
+            node_id: Ray's id of this node.
 
         Raises:
             ConfigError: the endpoint's address cannot be bound.
@@ -83,7 +87,30 @@ class ReplicaObserver:
         )
         port = self._exporter.port
         host = node_ip if settings.metrics_host in WILDCARDS else settings.metrics_host
-        self._target.write(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", self._labels)
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        target = MetricTarget(address=address, labels=self._labels, node_id=node_id)
+        self._file.write(target)
+        return target
+
+    async def announce(
+        self,
+        target: MetricTarget,
+        send: Callable[[MetricTarget], Awaitable[frozenset[str]]],
+        *,
+        period_s: float = ANNOUNCE_PERIOD_S,
+    ) -> None:
+        """Announce the target until this is cancelled, and remove the target files of nodes that are gone.
+
+        Args:
+            target: from `start`.
+            send: announces it and returns the ids of the nodes that are gone. It may raise EngineUnavailable; then
+                the next announcement is tried.
+            period_s: seconds between two announcements.
+        """
+        while True:
+            with contextlib.suppress(EngineUnavailable):
+                await asyncio.to_thread(clear_dead, self._folder, await send(target))
+            await asyncio.sleep(period_s)
 
     def count_refusal(self, cause: str) -> None:
         """Count a request that was refused before it reached the engine, by cause."""
@@ -110,7 +137,7 @@ class ReplicaObserver:
 
     def close(self) -> None:
         """Remove the target file and stop the endpoint. Blocks for up to a second. Calling it twice has no effect."""
-        self._target.remove()
+        self._file.remove()
         if self._exporter is not None:
             self._exporter.close()
             self._exporter = None

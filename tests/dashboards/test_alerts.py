@@ -105,6 +105,14 @@ MODEL = {"app": "chat", "model": "smol"}
 REPLICA = MODEL | {"replica": "r1"}
 TARGET = REPLICA | {"cache": "target"}
 TICKET, PAGE = {"severity": "ticket"}, {"severity": "page"}
+
+
+def replicas(wanted: int, *up: str) -> tuple[dict[str, str], ...]:
+    """The series `up` of each replica, and how many replicas the app wants."""
+    listed = [series("up", values, 'job="paceline"', f'app="chat",replica="r{n}"') for n, values in enumerate(up)]
+    return *listed, series("paceline_desired_replicas", f"{wanted}x30")
+
+
 CASES = (
     Case("PacelineAcceptanceCollapse", accepted(0.8, 0.2), 395, fires=True, labels=MODEL | TICKET),
     Case("PacelineAcceptanceCollapse", accepted(0.8, 0.2), 365, fires=False),
@@ -138,6 +146,10 @@ CASES = (
     ),
     Case("PacelineTargetDown", up("1x30"), 12, fires=False),
     Case("PacelineTargetDown", (series("up", "0x30", 'job="other"'),), 12, fires=False),
+    Case("PacelineReplicasMissing", replicas(2, "1x30", "1x5 _x25"), 20, fires=True, labels={"app": "chat"} | PAGE),
+    Case("PacelineReplicasMissing", replicas(2, "1x30", "1x5 0x25"), 20, fires=True, labels={"app": "chat"} | PAGE),
+    Case("PacelineReplicasMissing", replicas(2, "1x30", "1x30"), 20, fires=False),
+    Case("PacelineReplicasMissing", replicas(1, "1x30", "1x30"), 20, fires=False),
 )
 
 
@@ -230,10 +242,6 @@ def test_every_panel_s_query_parses(promtool: str, tmp_path: Path) -> None:
 
 def test_prometheus_takes_its_configuration(promtool: str, tmp_path: Path) -> None:
     text = (render.PACKAGE / "prometheus.yml").read_text()
-    (tmp_path / "targets").mkdir()
-    (tmp_path / "targets" / "paceline-a.json").write_text(
-        '[{"targets": ["127.0.0.1:9400"], "labels": {"app": "chat"}}]'
-    )
     shutil.copy(render.PACKAGE / "rules.yaml", tmp_path)
     (tmp_path / "prometheus.yml").write_text(text.replace("/etc/prometheus", str(tmp_path)))
     run(promtool, "check", "config", tmp_path / "prometheus.yml")

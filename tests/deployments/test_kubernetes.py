@@ -65,6 +65,7 @@ def test_metrics_are_scraped_where_they_listen(settings: AppSettings, worker: di
     (endpoint,) = monitor["podMetricsEndpoints"]
     assert ports[endpoint["port"]] == settings.metrics_port
     assert endpoint["honorLabels"]
+    assert endpoint["relabelings"] == [{"targetLabel": "job", "replacement": "paceline"}], "alerts select this job"
     assert settings.metrics_host == "0.0.0.0"
     assert monitor["selector"]["matchLabels"].items() <= worker["metadata"]["labels"].items()
 

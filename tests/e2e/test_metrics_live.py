@@ -47,11 +47,11 @@ def read(targets: Path) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def prometheus(server: Server, targets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     """Prometheus, once it has scraped a load for some seconds."""
     if not prometheus_server.installed():
         pytest.skip("prometheus is not installed (Debian: apt-get install prometheus)")
-    with prometheus_server.running(tmp_path_factory.mktemp("prometheus"), targets) as found:
+    with prometheus_server.running(tmp_path_factory.mktemp("prometheus"), f"{server.url}/metrics/targets") as found:
         found.wait(lambda: set(found.values("up").values()) == {1.0})
         begin = time.monotonic()
         while time.monotonic() - begin < 8.0:

@@ -21,6 +21,9 @@ import httpx
 from dashboards import render
 from engine.metrics.labels import COMMON_LABELS
 
+LISTED = "http://127.0.0.1:8000/metrics/targets"
+"""URL of the list of targets in the shipped configuration."""
+
 
 def installed() -> bool:
     """Whether the `prometheus` command is installed."""
@@ -85,11 +88,16 @@ class Prometheus:
 
 
 @contextmanager
-def running(folder: Path, targets: Path) -> Iterator[Prometheus]:
-    """Start Prometheus with the target files in `targets` and its data in `folder`, and stop it at the end."""
+def running(folder: Path, targets: str) -> Iterator[Prometheus]:
+    """Start Prometheus with its data in `folder`, and stop it at the end.
+
+    Args:
+        folder: for data and configuration.
+        targets: URL of the list of targets.
+    """
     shutil.copy(render.PACKAGE / "rules.yaml", folder)
     config = (render.PACKAGE / "prometheus.yml").read_text()
-    config = config.replace("/etc/prometheus/targets", str(targets)).replace("/etc/prometheus", str(folder))
+    config = config.replace(LISTED, targets).replace("/etc/prometheus", str(folder))
     config = config.replace("scrape_interval: 5s", "scrape_interval: 1s").replace("interval: 15s", "interval: 1s")
     (folder / "prometheus.yml").write_text(config)
     with socket.socket() as probe:

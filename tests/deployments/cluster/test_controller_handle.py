@@ -12,6 +12,7 @@ import pytest
 from in_process_actors import InProcessActor, until
 
 from autoscale.control.controller import Controller
+from autoscale.control.metric_targets import MetricTarget
 from autoscale.replicas.decision import ReplicaDecision
 from deployments.cluster.controller_handle import ControllerHandle
 from engine.core.pacing import SpeculationPlan
@@ -67,6 +68,9 @@ def test_questions_reach_the_controller() -> None:
         assert (await world.handle.override({"max_k": 2})).max_k == 2
         assert (await world.handle.plan()).max_k == 2
         assert (await world.handle.history(0.0)).plan.max_k == 2
+        target = MetricTarget(address="192.0.2.1:9400", labels={}, node_id="n1")
+        assert await world.handle.announce(target) == frozenset()
+        assert await world.handle.targets() == (target,)
 
     asyncio.run(run())
 

@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from deployments.monitoring.discovery import HOST_LABEL, PID_LABEL, TargetFile, clear_dead, targets_folder
+from autoscale.control.metric_targets import MetricTarget
+from deployments.monitoring.discovery import (
+    HOST_LABEL,
+    NODE_LABEL,
+    PID_LABEL,
+    TargetFile,
+    clear_dead,
+    targets_folder,
+)
 
 COMMON = {"app": "a", "replica": "r", "model": "m"}
 
@@ -19,10 +27,14 @@ COMMON = {"app": "a", "replica": "r", "model": "m"}
 class TestTargetFiles:
     def test_written_whole_and_removed(self, tmp_path: Path) -> None:
         target = TargetFile(tmp_path / "made", "app#1/x")
-        target.write("127.0.0.1:1234", COMMON)
+        target.write(MetricTarget(address="127.0.0.1:1234", labels=COMMON, node_id="n1"))
         (entry,) = json.loads(target.path.read_text())
         assert entry["targets"] == ["127.0.0.1:1234"]
-        assert entry["labels"] == COMMON | {PID_LABEL: str(os.getpid()), HOST_LABEL: socket.gethostname()}
+        assert entry["labels"] == COMMON | {
+            PID_LABEL: str(os.getpid()),
+            HOST_LABEL: socket.gethostname(),
+            NODE_LABEL: "n1",
+        }
         assert list((tmp_path / "made").iterdir()) == [target.path]  # nothing partial is left
         target.remove()
         target.remove()
@@ -44,6 +56,15 @@ class TestTargetFiles:
         clear_dead(tmp_path)
         left = {file.stem for file in tmp_path.iterdir()}
         assert left == {*entries, "paceline-broken"} - {"paceline-dead"}
+
+    def test_files_of_lost_nodes_are_cleared_and_those_of_other_clusters_are_not(self, tmp_path: Path) -> None:
+        other = {PID_LABEL: "1", HOST_LABEL: "another-host"}
+        for name, node in {"lost": "n1", "living": "n2", "foreign": "of-another-cluster"}.items():
+            labels = other | {NODE_LABEL: node}
+            (tmp_path / f"paceline-{name}.json").write_text(json.dumps([{"targets": [], "labels": labels}]))
+        (tmp_path / "paceline-old.json").write_text(json.dumps([{"targets": [], "labels": other}]))
+        clear_dead(tmp_path, frozenset({"n1"}))
+        assert {file.stem for file in tmp_path.iterdir()} == {"paceline-living", "paceline-foreign", "paceline-old"}
 
     def test_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PACELINE_METRICS_DIR", str(tmp_path))

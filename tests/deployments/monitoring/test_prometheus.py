@@ -5,14 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
+from typing import Any
 
 import prometheus_server
 import pytest
+from aiohttp import web
+from loopback_http import listening
 from prometheus_server import Prometheus
 
+from autoscale.control.metric_targets import MetricTarget
 from dashboards.alerts import alerts
-from deployments.monitoring.discovery import TargetFile
+from deployments.monitoring.discovery import entry_of
 from deployments.monitoring.exporter import Exporter
 from engine.metrics.counters import MetricCounters
 from engine.metrics.definitions import METRICS
@@ -39,12 +42,11 @@ def count_something(counters: MetricCounters, scale: float) -> None:
 class Replica:
     """An exporter whose counters rise ten times a second until it is closed."""
 
-    def __init__(self, name: str, folder: Path, scale: float) -> None:
+    def __init__(self, name: str, scale: float) -> None:
         self._counters, self._scale = MetricCounters(), scale
         labels = {"app": "chat", "replica": name, "model": "smol"}
         self._exporter = Exporter(self._counters.read, labels, host="127.0.0.1", port=0)
-        self._target = TargetFile(folder, name)
-        self._target.write(f"127.0.0.1:{self._exporter.port}", labels)
+        self.target = MetricTarget(address=f"127.0.0.1:{self._exporter.port}", labels=labels, node_id="n")
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._count)
         self._thread.start()
@@ -56,7 +58,6 @@ class Replica:
     def close(self) -> None:
         self._over.set()
         self._thread.join()
-        self._target.remove()
         self._exporter.close()
 
 
@@ -64,11 +65,18 @@ class Replica:
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     if not prometheus_server.installed():
         pytest.skip("prometheus is not installed (Debian: apt-get install prometheus)")
-    targets, own = tmp_path_factory.mktemp("targets"), tmp_path_factory.mktemp("prometheus")
+    replicas = [Replica(name, scale) for scale, name in enumerate(REPLICAS, start=1)]
+
+    async def listed(request: web.Request) -> web.Response:
+        entries: list[Any] = [entry_of(replica.target) for replica in replicas]
+        return web.json_response(entries)
+
     with ExitStack() as stack:
-        for scale, name in enumerate(REPLICAS, start=1):
-            stack.callback(Replica(name, targets, scale).close)
-        server = stack.enter_context(prometheus_server.running(own, targets))
+        for replica in replicas:
+            stack.callback(replica.close)
+        port = stack.enter_context(listening(web.get("/metrics/targets", listed)))
+        url = f"http://127.0.0.1:{port}/metrics/targets"
+        server = stack.enter_context(prometheus_server.running(tmp_path_factory.mktemp("prometheus"), url))
         server.wait(lambda: len(server.values(f"rate(paceline_steps_total[{WINDOW}]) > 0")) == len(REPLICAS))
         server.wait(lambda: min(server.values("count_over_time(paceline_steps_total[1m])").values()) >= 6)
         yield server

@@ -10,8 +10,11 @@ from pathlib import Path
 from api_harness import make_engine
 from scraping import scrape
 
+from autoscale.control.metric_targets import MetricTarget
+from deployments.monitoring.discovery import HOST_LABEL, NODE_LABEL, PID_LABEL
 from deployments.monitoring.replica_observer import ReplicaObserver
 from deployments.settings import AppSettings
+from engine.errors import EngineUnavailable
 from engine.messages import SamplingParams, Submit
 from engine.metrics.counters import MetricCounters, MetricSnapshot
 
@@ -33,7 +36,7 @@ def test_replicas_of_a_node_take_successive_ports_from_a_fixed_one(tmp_path: Pat
     async def run() -> list[int]:
         replicas = [ReplicaObserver(settings, make_engine(), no_metrics, app="app", replica=name) for name in "ab"]
         for replica in replicas:
-            replica.start(asyncio.get_running_loop(), node_ip="192.0.2.1")
+            replica.start(asyncio.get_running_loop(), node_ip="192.0.2.1", node_id="n1")
         files = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*.json"))]
         ports = [int(entry["targets"][0].rpartition(":")[2]) for (entry,) in files]
         for port in ports:
@@ -62,7 +65,7 @@ def test_replicas_are_targets_of_their_own(tmp_path: Path) -> None:
             ReplicaObserver(settings, make_engine(), read_engine, app="app", replica=name) for name in ("one", "two")
         ]
         for replica in replicas:
-            replica.start(loop, node_ip="192.0.2.1")
+            replica.start(loop, node_ip="192.0.2.1", node_id="n1")
         submit = Submit(request_id="x", prompt=(1, 2), sampling=SamplingParams(max_tokens=4))
         async for _ in replicas[1].engine.generate(submit):
             pass
@@ -81,3 +84,35 @@ def test_replicas_are_targets_of_their_own(tmp_path: Path) -> None:
 
     asyncio.run(run())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_replica_announces_itself_and_removes_the_files_of_lost_nodes(tmp_path: Path) -> None:
+    settings = AppSettings.parse(
+        {"engine": {"model": "smollm2"}, "metrics_dir": str(tmp_path), "metrics_host": "0.0.0.0"}
+    )
+    lost = tmp_path / "paceline-lost.json"
+    labels = {PID_LABEL: "1", HOST_LABEL: "another-host", NODE_LABEL: "n2"}
+    lost.write_text(json.dumps([{"targets": ["192.0.2.2:1"], "labels": labels}]))
+    sent: list[MetricTarget] = []
+
+    async def send(target: MetricTarget) -> frozenset[str]:
+        sent.append(target)
+        if len(sent) == 1:
+            raise EngineUnavailable("no controller yet")
+        return frozenset({"n2"})
+
+    async def run() -> None:
+        observer = ReplicaObserver(settings, make_engine(), no_metrics, app="app", replica="a")
+        target = observer.start(asyncio.get_running_loop(), node_ip="192.0.2.1", node_id="n1")
+        task = asyncio.create_task(observer.announce(target, send, period_s=0.001))
+        while len(sent) < 3:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert {file.name for file in tmp_path.iterdir()} == {"paceline-a.json"}
+        await asyncio.to_thread(observer.close)
+
+    asyncio.run(run())
+    assert {(target.address.partition(":")[0], target.node_id) for target in sent} == {("192.0.2.1", "n1")}
+    assert sent[0].labels == {"app": "app", "replica": "a", "model": "smollm2"}
+    assert not lost.exists()
