@@ -1,6 +1,6 @@
 """The manifests agree with each other and with the settings: names, ports, secrets, and the Serve config inside.
 
-Schemas of the custom resources are the operator's; what can be wrong without it is checked here.
+The schemas of the custom resources are checked by `test_crds.py`; what can be wrong besides is checked here.
 """
 
 from __future__ import annotations
