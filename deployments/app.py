@@ -7,11 +7,13 @@ Owns the mapping from settings to deployment options. Runs once per `serve deplo
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from typing import Any
 
 import ray
+import ray._private.state
 import yaml
 from ray import cloudpickle, serve
 from ray.serve import Application
@@ -19,7 +21,7 @@ from ray.serve.config import RequestRouterConfig
 
 from autoscale.replicas import decision
 from deployments.cluster import placement
-from deployments.cluster.placement import bundles
+from deployments.cluster.placement import bundles, choose_device
 from deployments.fleet.request_router import ROUTER_PATH
 from deployments.fleet.serve_autoscaling import POLICY_PATH
 from deployments.local.yaml_config import DEFAULT_FILE
@@ -32,6 +34,7 @@ POLICY_MODULES = (decision, placement)
 HEALTH_PERIOD_S = 5.0
 MAX_ONGOING_REQUESTS = 100_000
 """Serve never queues or refuses a request, because `http.admission` does (429 with Retry-After)."""
+_log = logging.getLogger("ray.serve")
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -110,11 +113,21 @@ def policy_by_value() -> Iterator[None]:
 
 
 def with_device(settings: AppSettings) -> AppSettings:
-    """The settings with device `auto` replaced: cuda if the cluster has a GPU for every shard, else cpu."""
+    """The settings with device `auto` replaced, by the nodes of the whole cluster and not by the one that runs this."""
     engine = settings.engine
     if engine.device != "auto":
         return settings
-    num_gpus = ray.cluster_resources().get("GPU", 0) if ray.is_initialized() else 0
-    device = "cuda" if num_gpus >= engine.tensor_parallel_size else "cpu"
-    chosen = EngineConfig.parse(engine.model_dump() | {"device": device})
+    choice = choose_device(engine.tensor_parallel_size, *_gpus_of_nodes())
+    _log.warning("engine.device: auto becomes %s: %s", choice.device, choice.reason)
+    chosen = EngineConfig.parse(engine.model_dump() | {"device": choice.device})
     return settings.model_copy(update={"engine": chosen})
+
+
+def _gpus_of_nodes() -> tuple[list[float], list[float]]:
+    """GPUs of each living node, and of each kind of node that an autoscaler has said it can start."""
+    if not ray.is_initialized():
+        return [], []
+    living = [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]]
+    config = ray._private.state.state.get_cluster_config()
+    groups = config.node_group_configs if config is not None else []
+    return living, [float(group.resources.get("GPU", 0)) for group in groups if group.max_count != 0]

@@ -104,7 +104,8 @@ class EngineConfig(Settings):
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Data type of weights, KV cache and computation; `auto` is bfloat16."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the target; `auto` is cuda if there is a CUDA device, else cpu."""
+    """Device of the target; `auto` is cuda if there is a CUDA device, on a Ray cluster if a node has one for every
+    shard, else cpu."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of target shards. Each shard takes whole KV groups; some take one more if they do not divide evenly."""
     max_model_len: Annotated[int, Field(ge=16)] | None = None

@@ -1,7 +1,8 @@
-"""Placement of the processes of one replica: the bundles of its placement group, and the controller's name.
+"""Placement of the processes of one replica: its device, the bundles of its placement group, the controller's name.
 
-Owns the mapping from roles to bundles. Serve places the replica in bundle 0; the controller and, on CPU, the shards and
-the draft share it. On GPU each shard has a bundle with one GPU, and the draft shares the bundle of shard 0.
+Owns the mapping from roles to bundles, and what device `auto` means on a cluster. Serve places the replica in bundle 0;
+the controller and, on CPU, the shards and the draft share it. On GPU each shard has a bundle with one GPU, and the
+draft shares the bundle of shard 0.
 
     cpu     [replica, controller, shards, draft]
     cuda    [replica, controller] [shard 0, draft] [shard 1] ...
@@ -9,8 +10,40 @@ the draft share it. On GPU each shard has a bundle with one GPU, and the draft s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
 from deployments.settings import AppSettings
 from engine.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceChoice:
+    """What device `auto` became."""
+
+    device: Literal["cpu", "cuda"]
+    """The device of every shard."""
+    reason: str
+    """Why, and what the operator may have to wait for or to change; for the log."""
+
+
+def choose_device(num_shards: int, node_gpus: Sequence[float], on_demand_gpus: Sequence[float]) -> DeviceChoice:
+    """What device `auto` means: cuda where one node has, or can get, a GPU for every shard of a replica.
+
+    Args:
+        num_shards: target shards of a replica. All are on one node.
+        node_gpus: GPUs of each living node.
+        on_demand_gpus: GPUs of each kind of node that the cluster's autoscaler can start.
+    """
+    most = max(node_gpus, default=0.0)
+    if most >= num_shards:
+        return DeviceChoice("cuda", f"a node has {most:g} GPUs")
+    if max(on_demand_gpus, default=0.0) >= num_shards:
+        reason = f"no living node has {num_shards} GPUs; replicas wait until the autoscaler has started one that does"
+        return DeviceChoice("cuda", reason)
+    reason = f"no living node has {num_shards} GPUs (the largest has {most:g}); where such nodes join later, set"
+    return DeviceChoice("cpu", f"{reason} engine.device: cuda")
 
 
 def bundles(settings: AppSettings) -> list[dict[str, float]]:
