@@ -1,4 +1,4 @@
-"""`paceline init`, `check` and `key`: the files that an operator keeps.
+"""`paceline init`, `check`, `bundle` and `key`: the files that an operator keeps.
 
 Knows the options only; what the files mean is in `deployments`.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def add_file_parsers(commands: Any) -> None:
-    """Add `init`, `check` and `key` to the command's subparsers."""
+    """Add `init`, `check`, `bundle` and `key` to the command's subparsers."""
     init = commands.add_parser(
         "init",
         help="write the deployment files into a folder, to be edited there",
@@ -22,6 +22,19 @@ def add_file_parsers(commands: Any) -> None:
     check = commands.add_parser("check", help="check deployment files without a cluster")
     check.add_argument("files", type=Path, nargs="+", metavar="FILE")
     check.set_defaults(run=_check)
+    bundle = commands.add_parser(
+        "bundle",
+        help="make a zip for a Ray cluster whose nodes do not have Paceline installed",
+        description="Write the project as a working_dir zip, and a deployment file that names it, into a folder. "
+        "Copy the zip to --url, then `serve deploy` the file.",
+    )
+    bundle.add_argument("folder", type=Path, metavar="FOLDER", help="made if it does not exist")
+    bundle.add_argument("--config", type=Path, help="deployment file (default: the shipped one)")
+    bundle.add_argument(
+        "--url", help="folder that all nodes reach and the zip is copied to, such as s3://bucket (default: FOLDER)"
+    )
+    bundle.add_argument("--pip", action="store_true", help="let Ray install the requirements on each node as well")
+    bundle.set_defaults(run=_bundle)
     key = commands.add_parser(
         "key",
         help="make an API key",
@@ -49,6 +62,17 @@ def _check(options: argparse.Namespace) -> int:
         print(f"{file}: ok")
         for settings in yaml_config.check(values):
             print(f"  {settings.served_name}: {yaml_config.describe_upgrade(settings)}")
+    return 0
+
+
+def _bundle(options: argparse.Namespace) -> int:
+    from deployments.local import yaml_config
+    from deployments.local.bundle import write_bundle
+
+    config = options.config or yaml_config.DEFAULT_FILE
+    made = write_bundle(config, options.folder, url=options.url, with_requirements=options.pip)
+    print(f"{made.archive}: {made.archive.stat().st_size / 1e6:.1f} MB, to be at {made.address}")
+    print(f"serve deploy {made.deployment}")
     return 0
 
 
