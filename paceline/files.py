@@ -9,15 +9,23 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from paceline.serve import add_model_options, overridden
+
 
 def add_file_parsers(commands: Any) -> None:
     """Add `init`, `check`, `bundle` and `key` to the command's subparsers."""
     init = commands.add_parser(
         "init",
-        help="write the deployment files into a folder, to be edited there",
-        description="Copy the deployment files that ship with Paceline into a folder. Existing files are kept.",
+        help="write deployment files or Kubernetes manifests into a folder, to be edited there",
+        description="Without options: copy the deployment files that ship with Paceline into a folder. With options "
+        "about the model: write one deployment file for them. With --kubernetes: write the manifests. Existing files "
+        "are kept.",
     )
     init.add_argument("folder", type=Path, metavar="FOLDER", help="made if it does not exist")
+    init.add_argument("--kubernetes", action="store_true", help="manifests for KubeRay instead of a deployment file")
+    init.add_argument("--image", help="image of the pods (default: paceline:cpu or paceline:cuda)")
+    init.add_argument("--replicas", type=int, metavar="N", help="number of replicas")
+    add_model_options(init)
     init.set_defaults(run=_init)
     check = commands.add_parser("check", help="check deployment files without a cluster")
     check.add_argument("files", type=Path, nargs="+", metavar="FILE")
@@ -46,11 +54,34 @@ def add_file_parsers(commands: Any) -> None:
 
 
 def _init(options: argparse.Namespace) -> int:
-    from deployments.local.yaml_config import write_examples
+    from deployments.local import init_files
 
-    for path, is_new in write_examples(options.folder):
+    for path, is_new in init_files.write_all(options.folder, _init_contents(options)):
         print(f"{path}{'' if is_new else ': exists, kept'}")
     return 0
+
+
+def _init_contents(options: argparse.Namespace) -> dict[str, str]:
+    """What `init` writes, by file name."""
+    import yaml
+
+    from deployments.local import init_files, yaml_config
+    from engine.errors import ConfigError
+
+    def chosen(args: dict[str, Any]) -> dict[str, Any]:
+        replicas = {} if options.replicas is None else {"num_replicas": options.replicas}
+        return overridden(args, options) | replicas
+
+    if options.kubernetes:
+        return init_files.manifests(chosen, image=options.image)
+    if options.image is not None:
+        raise ConfigError(f"--image: {options.image} given; it is for --kubernetes")
+    shipped = yaml_config.load(yaml_config.DEFAULT_FILE)
+    args = yaml_config.only_application(shipped)["args"]
+    if (wanted := chosen(args)) == args:
+        return init_files.examples()
+    values = yaml_config.with_overrides(shipped, args=wanted)
+    return {"deployment.yaml": yaml.safe_dump(values, sort_keys=False)}
 
 
 def _check(options: argparse.Namespace) -> int:

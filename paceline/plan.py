@@ -133,9 +133,9 @@ def _of_this_cpu(options: argparse.Namespace, traffic: Traffic) -> Plan:
         )
     table = _measured(folder.resolve(), None if options.draft == NO_DRAFT else options.draft)
     if table is None:
-        with_draft = "" if options.draft == NO_DRAFT else f" with --draft {options.draft}"
+        with_draft = "" if options.draft == NO_DRAFT else f" --draft {options.draft}"
         raise ConfigError(
-            f"model: the costs of {options.model!r}{with_draft} were not measured on this machine; "
+            f"model: the costs of `{options.model}{with_draft}` were not measured on this machine; "
             f"start `paceline serve --model {options.model}{with_draft}` once, or give --gpus"
         )
     target = ModelConfig.load(folder)

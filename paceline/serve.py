@@ -22,20 +22,25 @@ def add_serve_parser(commands: Any) -> None:
         f"Without options it serves {DEFAULT_FILE}.",
     )
     serve.add_argument("--config", type=Path, help=f"deployment file to start from (default: {DEFAULT_FILE})")
-    serve.add_argument("--model", help="target model: folder, Hugging Face id, or smollm2")
-    serve.add_argument("--draft", help="none, ngram, or folder or id of a draft (default: the file's)")
-    serve.add_argument("--k", type=int, help="upper bound of draft tokens per request and step")
-    serve.add_argument("--policy", help="policy that chooses K: off, fixed, threshold or goodput")
-    serve.add_argument("--tp", type=int, metavar="N", help="tensor-parallel target shards")
-    serve.add_argument("--dtype", help="auto, bfloat16 or float32")
-    serve.add_argument("--device", help="auto, cpu or cuda")
-    serve.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest prompt + output")
-    serve.add_argument("--model-name", help="name that clients send (default: from --model)")
+    add_model_options(serve)
     serve.add_argument("--host", help="address to listen on (default: 127.0.0.1); others need API keys")
     serve.add_argument("--port", type=int, help="port (default: 8000)")
-    serve.add_argument("--api-keys", type=Path, metavar="FILE", help="key file; see `paceline key`")
     serve.add_argument("--start-timeout", type=float, default=600.0, metavar="S", help="seconds until healthy")
     serve.set_defaults(run=_serve)
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `overridden` reads."""
+    parser.add_argument("--model", help="target model: folder, Hugging Face id, or smollm2")
+    parser.add_argument("--draft", help="none, ngram, or folder or id of a draft (default: the file's)")
+    parser.add_argument("--k", type=int, help="upper bound of draft tokens per request and step")
+    parser.add_argument("--policy", help="policy that chooses K: off, fixed, threshold or goodput")
+    parser.add_argument("--tp", type=int, metavar="N", help="tensor-parallel target shards")
+    parser.add_argument("--dtype", help="auto, bfloat16 or float32")
+    parser.add_argument("--device", help="auto, cpu or cuda")
+    parser.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest prompt + output")
+    parser.add_argument("--model-name", help="name that clients send (default: from --model)")
+    parser.add_argument("--api-keys", type=Path, metavar="FILE", help="key file; see `paceline key`")
 
 
 def _serve(options: argparse.Namespace) -> int:

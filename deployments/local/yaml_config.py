@@ -8,8 +8,7 @@ starts. Returned copies share nothing with what was given.
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,27 +46,6 @@ def load(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}") from None
     checked: dict[str, Any] = values
     return checked
-
-
-def write_examples(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """Copy the deployment files that ship with Paceline into a folder, which is made where there is none.
-
-    Yields:
-        Path of each file, and whether it was written: an existing file is kept.
-
-    Raises:
-        ConfigError: the folder cannot be written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for source in sorted(FOLDER.glob("*.yaml")):
-            target = folder / source.name
-            is_new = not target.exists()
-            if is_new:
-                shutil.copyfile(source, target)
-            yield target, is_new
-    except OSError as error:
-        raise ConfigError(f"{folder}: {error.strerror}") from None
 
 
 def check(values: dict[str, Any], environ: Mapping[str, str] = os.environ) -> list[AppSettings]:

@@ -168,6 +168,19 @@ def test_init_writes_files_that_check_accepts_and_keeps_what_is_there(
     assert main(["check", str(written[1])]) == 0
 
 
+def test_init_with_answers_writes_one_deployment_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", str(tmp_path), "--model", "org/model", "--tp", "2", "--draft", "none", "--replicas", "3"]) == 0
+    (path,) = tmp_path.iterdir()
+    (settings,) = yaml_config.check(yaml_config.load(path))
+    assert (settings.engine.model, settings.engine.tensor_parallel_size, settings.num_replicas) == ("org/model", 2, 3)
+    assert settings.engine.speculative.method == "none"
+    assert main(["check", str(path)]) == 0
+    assert main(["init", str(tmp_path / "x"), "--tp", "0"]) == 2
+    assert "tensor_parallel_size" in capsys.readouterr().err
+    assert main(["init", str(tmp_path / "x"), "--image", "a"]) == 2
+    assert "--image: a given; it is for --kubernetes" in capsys.readouterr().err
+
+
 def test_init_where_nothing_can_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     blocked = tmp_path / "file"
     blocked.touch()
