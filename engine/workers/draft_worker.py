@@ -79,6 +79,7 @@ class DraftWorker:
             dtype=dtype,
             device=self._device,
             kernel=self._config.forward_kernel,
+            max_model_len=self._config.max_model_len,
         )
         self._own_threads = draft.decoder.own_threads
         config = draft.decoder.config
