@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save_file
 
 from engine.checkpoint.gguf_file import GGUFFile
-from engine.checkpoint.gguf_tensors import GGUF_FILE, ROPE_FACTORS, GGUFTensors, check_architecture, head_dim
+from engine.checkpoint.gguf_tensors import ROPE_FACTORS, GGUFTensors, check_architecture, head_dim
 from engine.checkpoint.gguf_tokenizer import special_ids, write_tokenizer
-from engine.checkpoint.model_config import SINGLE_FILE
+from engine.checkpoint.model_config import GGUF_FILE, SINGLE_FILE
 from engine.errors import ConfigError
 
 _FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}

@@ -167,6 +167,14 @@ class GGUFFile:
             )
         return kind, info.shape[-1] // per_block * block_bytes
 
+    def bytes_per_element(self, name: str) -> float:
+        """Bytes in the file of one element of a tensor.
+
+        Raises:
+            ConfigError: the type is not supported.
+        """
+        return self._layout(name)[1] / self.shape(name)[-1]
+
     def check_size(self) -> None:
         """Check that all tensors together fit into the file: a damaged file must not fill the memory with copies.
 

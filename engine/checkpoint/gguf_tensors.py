@@ -16,8 +16,6 @@ import torch
 from engine.checkpoint.gguf_file import GGUFFile
 from engine.errors import ConfigError
 
-GGUF_FILE = "model.gguf"
-"""Name of the GGUF file, or of the link to it, in a model folder without safetensors."""
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the rotary frequencies, which become part of the config."""
@@ -67,6 +65,10 @@ class GGUFTensors:
     def types(self) -> tuple[str, ...]:
         """Names of the quantised types that occur, sorted."""
         return self._file.quantised_types()
+
+    def stored_bytes(self, name: str, part: torch.Tensor) -> int:
+        """Bytes in the file of a part of a tensor."""
+        return round(part.numel() * self._file.bytes_per_element(self._sources[name]))
 
     def get_slice(self, name: str) -> GGUFSlice:
         """A tensor that is read when it is indexed."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -32,6 +33,8 @@ SINGLE_FILE = "model.safetensors"
 """Weights of a model that fit into one file."""
 INDEX_FILE = "model.safetensors.index.json"
 """Names the files of a model whose weights lie in several."""
+GGUF_FILE = "model.gguf"
+"""The link to the GGUF file of a model that has no safetensors."""
 Architecture = Literal["draft_model", "eagle"]
 ARCHITECTURES: tuple[str, ...] = get_args(Architecture)
 SHARED_EMBEDDING = "shared with the target"
@@ -187,6 +190,25 @@ class ModelConfig:
         limit = self.max_model_len if max_model_len is None else min(self.max_model_len, max_model_len)
         windows = tuple(window if window < limit else 0 for window in self.windows)
         return dataclasses.replace(self, max_model_len=limit, windows=windows if any(windows) else ())
+
+    def num_weights(self, *, heads: int, kv_heads: int, part: Callable[[int], int], has_head: bool) -> int:
+        """Number of weights of a shard, whatever their form in the files.
+
+        Args:
+            heads, kv_heads: query and KV heads of the shard.
+            part: the shard's number of units out of a total.
+            has_head: whether the head is a tensor of its own in memory.
+        """
+        hidden, dim, experts = self.hidden_size, self.head_dim, self.experts
+        qkv = dim * (heads + 2 * kv_heads)
+        layer = hidden * (qkv + dim * heads) + 2 * hidden * (2 if self.output_norms else 1)
+        layer += qkv * int(self.qkv_bias) + 2 * dim * int(self.qk_norm)
+        num_sparse = 0 if experts is None else self.num_layers - len(experts.dense_layers)
+        count = self.num_layers * layer + (self.num_layers - num_sparse) * 3 * hidden * part(self.intermediate_size)
+        if experts is not None:
+            count += num_sparse * experts.num_experts * hidden * (3 * part(experts.intermediate_size) + 1)
+        head = part(self.draft_vocab_size or self.vocab_size) * hidden if has_head else 0
+        return count + self.vocab_size * hidden + head + hidden
 
     @property
     def beyond_llama(self) -> str | None:

@@ -18,8 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.checkpoint.dequantize import IGNORED, dequantise, is_quantised
-from engine.checkpoint.gguf_tensors import GGUF_FILE, GGUFTensors
-from engine.checkpoint.model_config import INDEX_FILE, SINGLE_FILE, ModelConfig
+from engine.checkpoint.gguf_tensors import GGUFTensors
+from engine.checkpoint.model_config import GGUF_FILE, INDEX_FILE, SINGLE_FILE, ModelConfig
 from engine.checkpoint.quantization import Quantization
 from engine.errors import ConfigError
 
@@ -109,6 +109,8 @@ class WeightFiles:
         self.quantization = quantization
         self.dequantised_bytes = 0
         """Bytes that `read_float` has made out of quantised weights."""
+        self.read_bytes = 0
+        """Bytes of the files that have been read."""
         self._files = {name: _open(folder / name) for name in _file_names(folder)}
         self._home = {tensor: file for file in self._files.values() for tensor in file.keys()}  # noqa: SIM118
         self._read: set[str] = set()
@@ -147,6 +149,7 @@ class WeightFiles:
             tensor: torch.Tensor = view[index] if index else file.get_tensor(name)
         except SafetensorError as error:
             raise ConfigError(f"model: cannot read tensor {name} in {self.folder}: {error}") from None
+        self.read_bytes += file.stored_bytes(name, tensor) if isinstance(file, GGUFTensors) else tensor.nbytes
         return tensor
 
     def read_float(

@@ -215,7 +215,7 @@ class Experts:
         weights, chosen = probs.topk(self._per_token, dim=-1)  # [N, per_token]
         if self._normalise:
             weights = weights / weights.sum(-1, keepdim=True)
-        for number in chosen.unique().tolist():
+        for number in sorted(set(chosen.flatten().tolist())):
             rows, place = (chosen == number).nonzero(as_tuple=True)
             result = self._experts[number](x.index_select(0, rows)) * weights[rows, place, None]
             out.index_add_(0, rows, result.to(out.dtype))

@@ -7,6 +7,8 @@ of tensors are in `engine.model.shard_weights`.
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,7 +136,14 @@ def _load_decoder(
     shard = ShardSpec(collectives.rank, collectives.size)
     shard.kv_heads(config)  # Refuses too many shards before any file is read.
     native = compute.kernel in ("auto", "native") and _supports_native(config, compute, shard)
-    loader = Loader(config, files, compute, shard=shard, linear="reference" if native else compute.layers)
+    loader = Loader(
+        config,
+        files,
+        compute,
+        shard=shard,
+        linear="reference" if native else compute.layers,
+        on_layer=LoadProgress(files, config.num_layers),
+    )
     with torch.inference_mode():
         weights = loader.decoder(target_folder)
         _report_dequantised(files, compute)
@@ -162,6 +171,34 @@ def _load_decoder(
         return decoder(
             config, weights, compute, collectives=collectives, attention=attention, feature_layers=feature_layers
         )
+
+
+class LoadProgress:
+    """Logs how far a long load is: bytes read and time left, at most once every `PERIOD_S` seconds.
+
+    Args:
+        files: that are read.
+        num_layers: of the model.
+        clock: returns seconds.
+    """
+
+    PERIOD_S = 5.0
+
+    def __init__(self, files: WeightFiles, num_layers: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._files = files
+        self._num_layers = num_layers
+        self._clock = clock
+        self._begin = self._last = clock()
+
+    def __call__(self, done: int) -> None:
+        """So many layers are read."""
+        now = self._clock()
+        if now - self._last < self.PERIOD_S or done == self._num_layers:
+            return
+        self._last = now
+        left_s = (now - self._begin) * (self._num_layers - done) / done
+        read = self._files.read_bytes / 1e9
+        _log.info("loading: %d of %d layers, %.1f GB read, about %.0f s left", done, self._num_layers, read, left_s)
 
 
 def _report_dequantised(files: WeightFiles, compute: Compute) -> None:

@@ -7,6 +7,7 @@ norms and the routers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -35,16 +36,25 @@ class Loader:
         compute: device and dtype of the weights.
         shard: the shard to read.
         linear: kind of the linear layers and norms to build.
+        on_layer: called after each layer with the number of layers read so far.
     """
 
     def __init__(
-        self, config: ModelConfig, files: WeightFiles, compute: Compute, *, shard: ShardSpec, linear: LinearKind
+        self,
+        config: ModelConfig,
+        files: WeightFiles,
+        compute: Compute,
+        *,
+        shard: ShardSpec,
+        linear: LinearKind,
+        on_layer: Callable[[int], None] | None = None,
     ) -> None:
         self._config = config
         self._files = files
         self._compute = compute
         self._shard = shard
         self._linear = linear
+        self._on_layer = on_layer
 
     def decoder(self, target_folder: Path | None) -> DecoderWeights:
         """Read the decoder. All tensors of the folder must have been read then.
@@ -57,13 +67,17 @@ class Loader:
         """
         config = self._config
         embedding = self._embedding(target_folder)
-        layers = tuple(self._layer(index) for index in range(config.num_layers))
+        layers = []
+        for index in range(config.num_layers):
+            layers.append(self._layer(index))
+            if self._on_layer is not None:
+                self._on_layer(index + 1)
         final_norm = self._norm("model.norm.weight", config.hidden_size)
         head = self._head(embedding)
         draft_vocab = self._draft_vocab()
         tied = (HEAD,) if config.tie_word_embeddings else ()
         self._files.check_all_read(ignore=_IGNORED + tied)
-        return DecoderWeights(embedding, layers, final_norm, head, draft_vocab)
+        return DecoderWeights(embedding, tuple(layers), final_norm, head, draft_vocab)
 
     def eagle_head(self) -> EagleHead:
         """Read the input projections of an EAGLE draft. Must be called before `decoder`.

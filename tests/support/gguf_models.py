@@ -80,19 +80,28 @@ def _five_bits(kind: str, raw: np.ndarray) -> torch.Tensor:
 
 
 def write_gguf_model(
-    path: Path, reference: Path, kind: str, *, architecture: str = "llama", seed: int = 0, **metadata: Any
+    path: Path,
+    reference: Path,
+    kind: str,
+    *,
+    architecture: str = "llama",
+    num_layers: int = LAYERS,
+    seed: int = 0,
+    **metadata: Any,
 ) -> Path:
     """Write a model to `path`, and its plain folder without a tokenizer to `reference`.
 
     Args:
         kind: type of the matrices; norms are float32.
         architecture: llama, qwen2 or qwen3.
+        num_layers: of the model.
+        seed: of the weights.
         metadata: further values of the architecture, with `__` for a dot. `rope_freqs` adds that tensor.
     """
     rng = np.random.default_rng(seed)
     writer = GGUFWriter(path, architecture)
     factors = metadata.pop("rope_freqs", None)
-    _write_metadata(writer, metadata)
+    _write_metadata(writer, num_layers, metadata)
     state: dict[str, torch.Tensor] = {}
 
     def add(name: str, target: str, rows: int, cols: int, *, heads: int = 0) -> None:
@@ -112,7 +121,7 @@ def write_gguf_model(
     add_vector("output_norm.weight", "model.norm.weight", HIDDEN, around=1.0)
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", np.array(factors, dtype=np.float32))
-    for layer in range(LAYERS):
+    for layer in range(num_layers):
         source, target = f"blk.{layer}.", f"model.layers.{layer}."
         for name, (module, rows, cols) in _NAMES.items():
             heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(name, 0) if architecture == "llama" else 0
@@ -135,7 +144,7 @@ def write_gguf_model(
         vocab_size=len(TOKENS),
         hidden_size=HIDDEN,
         intermediate_size=INNER,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=num_layers,
         num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS,
         head_dim=DIM,
@@ -149,8 +158,8 @@ def write_gguf_model(
     return path
 
 
-def _write_metadata(writer: GGUFWriter, metadata: dict[str, Any]) -> None:
-    writer.add_block_count(LAYERS)
+def _write_metadata(writer: GGUFWriter, num_layers: int, metadata: dict[str, Any]) -> None:
+    writer.add_block_count(num_layers)
     writer.add_context_length(512)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(INNER)

@@ -29,7 +29,7 @@ class TimedForward:
         )
 
 
-LIMITS = {"block_size": 16, "num_blocks": 400, "max_rows": 256, "max_spans": 64}
+LIMITS = {"block_size": 16, "num_blocks": 400, "max_rows": 256, "max_spans": 64, "vocab_size": 1000}
 
 
 def test_the_profile_sees_rows_and_context() -> None:
@@ -39,6 +39,16 @@ def test_the_profile_sees_rows_and_context() -> None:
     assert 1e-5 < (table.verify_s[6] - table.verify_s[0]) / 63 < 8e-5
     assert table.verify_s[-1] > table.verify_s[7], "rows past the limit are extrapolated with the last slope"
     assert 1e-6 < table.context_s < 4e-6
+
+
+def test_rows_have_different_tokens_so_that_they_wake_different_experts() -> None:
+    """An expert costs its weights once, however many rows have it: the table must grow with the experts awake."""
+    seen: list[ForwardInput] = []
+    profile_target(seen.append, **LIMITS)
+    for forward_input in seen:
+        assert forward_input.token_ids.min() >= 0
+        assert forward_input.token_ids.max() < 1000
+        assert len(set(forward_input.token_ids.tolist())) == len(forward_input.token_ids)
 
 
 def test_other_processes_hardly_disturb_the_profile() -> None:
