@@ -22,7 +22,7 @@ def add_serve_parser(commands: Any) -> None:
         f"Without options it serves {DEFAULT_FILE}.",
     )
     serve.add_argument("--config", type=Path, help=f"deployment file to start from (default: {DEFAULT_FILE})")
-    serve.add_argument("--model", help="target model: folder, Hugging Face id, or smollm2")
+    serve.add_argument("--model", help="target model: folder, .gguf file, Hugging Face id, or smollm2")
     serve.add_argument("--draft", help="none, ngram, or folder or id of a draft (default: the file's)")
     serve.add_argument("--k", type=int, help="upper bound of draft tokens per request and step")
     serve.add_argument("--policy", help="policy that chooses K: off, fixed, threshold or goodput")

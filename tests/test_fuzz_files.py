@@ -268,19 +268,19 @@ def test_damaged_quantised_weights(quantised: dict[str, Path], seed: int, name: 
 
 
 @pytest.fixture(scope="module")
-def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def gguf_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("gguf")
-    return write_gguf_model(root / "whole.gguf", root / "plain", "Q4_K", num_layers=1).read_bytes()
+    return write_gguf_model(root / "whole.gguf", root / "plain", "Q4_K", num_layers=1)
 
 
 @sample(1000)
 @given(seed=st.integers(0, 2**32))
-def test_damaged_gguf_models(tmp_path_factory: pytest.TempPathFactory, gguf_file: bytes, seed: int) -> None:
+def test_damaged_gguf_models(tmp_path_factory: pytest.TempPathFactory, gguf_model: Path, seed: int) -> None:
     """Config, tokenizer and tensors of a mutated file."""
     rng = random.Random(seed)
     folder = tmp_path_factory.getbasetemp() / "gguf-model"
     folder.mkdir(exist_ok=True)
-    mutation = mutated(gguf_file, rng, header=4500)
+    mutation = mutated(gguf_model.read_bytes(), rng, header=4500)
     (folder / "model.gguf").write_bytes(mutation)
 
     def read() -> list[Any]:

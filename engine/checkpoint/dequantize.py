@@ -141,10 +141,20 @@ def _picked(grid: torch.Tensor, spans: tuple[torch.Tensor, torch.Tensor]) -> tor
 
 
 def _scales(files: Tensors, name: str, scheme: Scheme, shape: tuple[int, int]) -> torch.Tensor:
-    scales = files.read(name, files.shape_of(name))
+    return _checked_scales(files.read(name, files.shape_of(name)), name).reshape(_grid(scheme, shape))
+
+
+def _checked_scales(scales: torch.Tensor, name: str) -> torch.Tensor:
+    """The scales in float32.
+
+    Raises:
+        ConfigError: they are no floats, or not finite.
+    """
     if scales.dtype not in _FLOATS:
         raise ConfigError(f"model: tensor {name} is of type {scales.dtype}; allowed: float32, bfloat16, float16")
-    return scales.float().reshape(_grid(scheme, shape))
+    if not bool(scales.isfinite().all()):
+        raise ConfigError(f"model: tensor {name} is damaged: it holds scales that are not finite")
+    return scales.float()
 
 
 def _zeros(files: Tensors, module: str, scheme: Scheme, shape: tuple[int, int], *, packed: bool) -> torch.Tensor:
@@ -219,11 +229,9 @@ def _grouped(
 ) -> torch.Tensor:
     """(values - zeros) * scales, with zeros and scales stored [groups, out]."""
     name = module + ".scales"
-    scales = files.read(name, (_grid(scheme, shape)[1], shape[0]), cols=rows)
-    if scales.dtype not in _FLOATS:
-        raise ConfigError(f"model: tensor {name} is of type {scales.dtype}; allowed: float32, bfloat16, float16")
+    scales = _checked_scales(files.read(name, (_grid(scheme, shape)[1], shape[0]), cols=rows), name)
     _, groups = _spans(files, module, scheme, shape, rows, cols)
-    zeros, scales = zeros.float().index_select(0, groups), scales.float().index_select(0, groups)
+    zeros, scales = zeros.float().index_select(0, groups), scales.index_select(0, groups)
     return (values - zeros.t()).mul_(scales.t())
 
 

@@ -122,7 +122,8 @@ class GGUFFile:
             rows: with start and stop, within the first dimension; None reads all.
 
         Raises:
-            ConfigError: there is no such tensor, its type is not supported, or it reaches beyond the file.
+            ConfigError: there is no such tensor, its type is not supported, it reaches beyond the file, or it holds
+                values that are not finite.
         """
         shape = self.shape(name)
         info = self._infos[name]
@@ -140,9 +141,12 @@ class GGUFFile:
             )
         raw = np.frombuffer(self._bytes[start : start + num_bytes], dtype=np.uint8).reshape(*shape[:-1], row_bytes)
         try:
-            values = np.asarray(dequantize(raw, kind), dtype=np.float32)
+            with np.errstate(all="ignore"):  # Damaged scales are refused below.
+                values = np.asarray(dequantize(raw, kind), dtype=np.float32)
         except (NotImplementedError, ValueError) as error:
             raise ConfigError(f"model: {self.path}: cannot dequantise {name} of type {kind.name}: {error}") from None
+        if not np.isfinite(values).all():
+            raise ConfigError(f"model: {self.path} is damaged: tensor {name} holds values that are not finite")
         values = values.reshape(shape)
         return values[rows] if rows is not None and len(shape) == 1 else values
 

@@ -110,6 +110,8 @@ def changed(folder: Path, target: Path, **tensors: torch.Tensor | None) -> Path:
     [
         ("AWQ, 4-bit", {"scales": None}, r"lacks tensor .*down_proj\.scales of shape \[5, 48\]"),
         ("AWQ, 4-bit", {"scales": torch.ones(5, 48, dtype=torch.int8)}, r"scales is of type torch\.int8"),
+        ("AWQ, 4-bit", {"scales": torch.full((5, 48), float("nan"))}, r"scales is damaged: .* not finite"),
+        ("FP8, per tensor", {"weight_scale": torch.tensor([float("inf")])}, r"weight_scale is damaged"),
         ("AWQ, 4-bit", {"qweight": torch.zeros(72, 6)}, r"qweight is of type torch\.float32; allowed: torch\.int32"),
         ("GPTQ, 4-bit, groups", {"qzeros": torch.zeros(2, 6, dtype=torch.int32)}, r"qzeros has shape \[2, 6\]"),
         ("GPTQ, 4-bit, act order", {"g_idx": torch.full((72,), 9).int()}, r"g_idx must hold .* within \[0, 5\)"),
