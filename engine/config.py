@@ -100,14 +100,15 @@ class EngineConfig(Settings):
     """One engine: its target model, its KV cache, its limits and its speculation."""
 
     model: str
-    """Folder or Hugging Face id of the target, or `smollm2` for the embedded default."""
+    """Folder, `.gguf` file or Hugging Face id of the target, or `smollm2` for the embedded default."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Data type of weights, KV cache and computation; `auto` is bfloat16."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the target; `auto` is cuda if there is a CUDA device, on a Ray cluster if a node has one for every
     shard, else cpu."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
-    """Number of target shards. Each shard takes whole KV groups; some take one more if they do not divide evenly."""
+    """Number of target shards. Each shard takes whole KV groups; some take one more if they do not divide evenly. With
+    more shards than KV heads, several shards have copies of one."""
     max_model_len: Annotated[int, Field(ge=16)] | None = None
     """Longest prompt plus output, in tokens; default: the model's limit."""
     block_size: Annotated[int, Field(ge=1, le=1024)] | None = None

@@ -31,7 +31,7 @@ def add_serve_parser(commands: Any) -> None:
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that `overridden` reads."""
-    parser.add_argument("--model", help="target model: folder, Hugging Face id, or smollm2")
+    parser.add_argument("--model", help="target model: folder, .gguf file, Hugging Face id, or smollm2")
     parser.add_argument("--draft", help="none, ngram, or folder or id of a draft (default: the file's)")
     parser.add_argument("--k", type=int, help="upper bound of draft tokens per request and step")
     parser.add_argument("--policy", help="policy that chooses K: off, fixed, threshold or goodput")

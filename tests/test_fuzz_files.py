@@ -10,14 +10,17 @@ import json
 import random
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from fuzzing import sample
+from gguf_models import write_gguf_model
 from hypothesis import given
 from hypothesis import strategies as st
+from quantised_models import FORMATS, quantise
 from tiny_gguf import write_gguf
 from tiny_models import write_model
 
@@ -25,7 +28,9 @@ from deployments.http.keys import KeyRing
 from deployments.local.yaml_config import DEFAULT_FILE, check, load
 from deployments.settings import LiveSettings
 from engine.checkpoint.draft_check import check_draft
+from engine.checkpoint.gguf_convert import describe
 from engine.checkpoint.gguf_file import GGUFFile
+from engine.checkpoint.gguf_tensors import GGUFTensors
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights import WeightFiles
 from engine.errors import ConfigError
@@ -201,3 +206,87 @@ def test_damaged_gguf(tmp_path_factory: pytest.TempPathFactory, seed: int) -> No
                 file.read(name)
 
     refused_or_fine(read)
+
+
+def memory_bounded(read: Callable[[], list[Any]], *, num_bytes: int) -> None:
+    """Run a reader on a mutated file: an error, or tensors that are not far larger than the file."""
+    found: list[Any] = []
+    if refused_or_fine(lambda: found.extend(read())):
+        assert sum(tensor.nbytes for tensor in found) < 64 * num_bytes + (1 << 20)
+
+
+def mutated(raw: bytes, rng: random.Random, *, header: int) -> bytes:
+    """The bytes with a few of them changed, cut out or put in, more often in the header."""
+    out = bytearray(raw)
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(min(header, len(out)) if rng.random() < 0.7 else len(out))
+        out[at : at + rng.choice([0, 1, 1, 1, 8])] = rng.choice([bytes([rng.randrange(256)]), b"", rng.randbytes(8)])
+    if rng.random() < 0.2:
+        del out[rng.randrange(len(out)) :]
+    return bytes(out) or b"\0"
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("quantised")
+    plain = write_model(root / "plain", "llama", num_hidden_layers=1, vocab_size=16)
+    return {name: quantise(plain, root / str(index), form)[0] for index, (name, form) in enumerate(FORMATS.items())}
+
+
+MODULES = {
+    "self_attn.q_proj": (48, 48),
+    "self_attn.k_proj": (24, 48),
+    "mlp.up_proj": (80, 48),
+    "mlp.down_proj": (48, 80),
+}
+
+
+@sample(1500)
+@given(seed=st.integers(0, 2**32), name=st.sampled_from(sorted(FORMATS)))
+def test_damaged_quantised_weights(quantised: dict[str, Path], seed: int, name: str) -> None:
+    rng = random.Random(seed)
+    whole = quantised[name]
+    raw = (whole / "model.safetensors").read_bytes()
+    damaged = whole.with_name("damaged")
+    damaged.mkdir(exist_ok=True)
+    mutation = mutated(raw, rng, header=8 + struct.unpack("<Q", raw[:8])[0])
+    (damaged / "model.safetensors").write_bytes(mutation)
+    config = json.loads((whole / "config.json").read_text())
+    if rng.random() < 0.3:
+        path = rng.choice(places(config["quantization_config"]))
+        value = rng.choice([None, 0, -1, 1, 3, 16, 2**40, "group", [1, 2], {}, True, 8.5])
+        config["quantization_config"] = put(config["quantization_config"], path, value)
+    (damaged / "config.json").write_text(json.dumps(config))
+
+    def read() -> list[Any]:
+        files = WeightFiles(damaged, ModelConfig.load(damaged).quantization)
+        module = rng.choice(list(MODULES))
+        rows, cols = (slice(*sorted(rng.sample(range(size + 1), 2))) for size in MODULES[module])
+        return [files.read_float(f"model.layers.0.{module}.weight", MODULES[module], rows=rows, cols=cols)]
+
+    memory_bounded(read, num_bytes=len(mutation))
+
+
+@pytest.fixture(scope="module")
+def gguf_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("gguf")
+    return write_gguf_model(root / "whole.gguf", root / "plain", "Q4_K", num_layers=1)
+
+
+@sample(1000)
+@given(seed=st.integers(0, 2**32))
+def test_damaged_gguf_models(tmp_path_factory: pytest.TempPathFactory, gguf_model: Path, seed: int) -> None:
+    """Config, tokenizer and tensors of a mutated file."""
+    rng = random.Random(seed)
+    folder = tmp_path_factory.getbasetemp() / "gguf-model"
+    folder.mkdir(exist_ok=True)
+    mutation = mutated(gguf_model.read_bytes(), rng, header=4500)
+    (folder / "model.gguf").write_bytes(mutation)
+
+    def read() -> list[Any]:
+        describe(folder / "model.gguf", folder)
+        ModelConfig.load(folder)
+        file = GGUFTensors(folder / "model.gguf")
+        return [file.get_tensor(name) for name in rng.sample(file.keys(), min(4, len(file.keys())))]
+
+    memory_bounded(read, num_bytes=len(mutation))

@@ -45,6 +45,8 @@ VERSION = 6
 """Version of the table's format and meaning; part of the name of the cache file."""
 _PROFILE_KEY = 1 << 62
 """First key of the profiling requests, above the key of every real request."""
+_SPREAD = 7919
+"""Distance of the token ids of neighbouring rows. A prime, so that they differ."""
 
 
 def profile_target(
@@ -54,6 +56,7 @@ def profile_target(
     num_blocks: int,
     max_rows: int,
     max_spans: int,
+    vocab_size: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CostTable:
     """Time the target at growing numbers of rows, before the first request arrives.
@@ -63,13 +66,14 @@ def profile_target(
         block_size: tokens per KV block.
         num_blocks: blocks of the KV cache; block 0 is not used.
         max_rows, max_spans: limits of one forward.
+        vocab_size: of the target. The rows have different tokens, as in a batch, so that they wake different experts.
         clock: returns seconds.
 
     Returns:
         A table without draft costs. Rows past the limits or the budget are extrapolated with the last slope.
     """
 
-    limits = _Limits(block_size, num_blocks, max_rows, max_spans, clock)
+    limits = _Limits(block_size, num_blocks, max_rows, max_spans, vocab_size, clock)
 
     few = min(8, max_spans)
     jobs = [(few, SHORT_CONTEXT), (few, LONG_CONTEXT)] + [(rows, SHORT_CONTEXT) for rows in ROW_KNOTS]
@@ -97,15 +101,16 @@ def still_holds(
     num_blocks: int,
     max_rows: int,
     max_spans: int,
+    vocab_size: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> bool:
     """Whether a few forwards take about as long as a cached table says.
 
     Args:
         table: the cached table.
-        forward, block_size, num_blocks, max_rows, max_spans, clock: see `profile_target`.
+        forward, block_size, num_blocks, max_rows, max_spans, vocab_size, clock: see `profile_target`.
     """
-    limits = _Limits(block_size, num_blocks, max_rows, max_spans, clock)
+    limits = _Limits(block_size, num_blocks, max_rows, max_spans, vocab_size, clock)
     curve = Curves([Points(knots=ROW_KNOTS, values=table.verify_s)])[0]
     for (rows, _), seconds in _fastest(forward, limits, [(rows, SHORT_CONTEXT) for rows in CHECK_ROWS]).items():
         ratio = seconds / (curve.at(rows) + table.context_s * SHORT_CONTEXT * limits.spans(rows))
@@ -186,6 +191,7 @@ class _Limits:
     num_blocks: int
     max_rows: int
     max_spans: int
+    vocab_size: int
     clock: Callable[[], float]
 
     def spans(self, rows: int) -> int:
@@ -206,7 +212,7 @@ def _fastest(
         q_lens = [rows // num_spans + (index < rows % num_spans) for index in range(num_spans)]
         width = -(-(context + max(q_lens)) // limits.block_size)
         if rows <= limits.max_rows and num_spans * width <= limits.num_blocks - 1:
-            inputs[rows, context] = _forward_input(q_lens, context, width, limits.block_size)
+            inputs[rows, context] = _forward_input(q_lens, context, width, limits)
     best = dict.fromkeys(inputs, math.inf)
     started = limits.clock()
     for turn in range(1 + REPEATS):  # the first one warms up
@@ -231,22 +237,22 @@ def _request_row(key: int, start: int, num_new_tokens: int, k: int) -> DraftRequ
     return DraftRequestRow(key, start, (1,) * num_new_tokens, k, RowSampling(0.0, 1.0, 0, 0, False))
 
 
-def _forward_input(q_lens: Sequence[int], context: int, width: int, block_size: int) -> ForwardInput:
+def _forward_input(q_lens: Sequence[int], context: int, width: int, limits: _Limits) -> ForwardInput:
     """One span of each length in `q_lens` after `context` cached tokens, each in separate KV blocks.
 
     Args:
         q_lens: rows of each span.
         context: cached tokens before each span.
         width: KV blocks per span.
-        block_size: tokens per KV block.
+        limits: of the target.
     """
-    spans = len(q_lens)
+    spans, block_size = len(q_lens), limits.block_size
     tables = (1 + np.arange(spans * width, dtype=np.int32)).reshape(spans, width)
     positions = [np.arange(context, context + length, dtype=np.int32) for length in q_lens]
     slots = [tables[i, at // block_size] * block_size + at % block_size for i, at in enumerate(positions)]
     rows = sum(q_lens)
     return ForwardInput(
-        token_ids=np.ones(rows, dtype=np.int32),
+        token_ids=(np.arange(rows) * _SPREAD % limits.vocab_size).astype(np.int32),
         positions=np.concatenate(positions),
         slots=np.concatenate(slots).astype(np.int32),
         q_lens=np.array(q_lens, dtype=np.int32),

@@ -132,6 +132,7 @@ def first_costs(shard: TargetShard, costs: TableCache) -> CostTable:
         "num_blocks": shard.runner.num_blocks,
         "max_rows": shard.config.max_step_tokens,
         "max_spans": shard.config.max_num_requests,
+        "vocab_size": shard.runner.model.config.vocab_size,
     }
     kept = costs.load()
     if kept is not None and still_holds(kept, shard.forward, **limits):

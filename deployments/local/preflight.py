@@ -15,7 +15,7 @@ from deployments.local import machine
 from deployments.local.ports import check_port
 from deployments.local.ray_head import OBJECT_STORE_BYTES, TEMPORARY
 from deployments.settings import AppSettings
-from engine.checkpoint.model_config import INDEX_FILE, SINGLE_FILE, ModelConfig
+from engine.checkpoint.model_config import GGUF_FILE, INDEX_FILE, SINGLE_FILE, ModelConfig
 from engine.checkpoint.store import EMBEDDED, cache_folder, check_cache, embedded_bytes_needed
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -145,7 +145,7 @@ def check_memory(settings: AppSettings, folder: Path, draft_folder: Path | None,
         ConfigError: it does not, with what takes how much.
     """
     weights, cache = _model_bytes(settings.engine, folder)
-    draft = _file_bytes(draft_folder) if draft_folder is not None else 0
+    draft = _weight_bytes(draft_folder, ModelConfig.load(draft_folder)) if draft_folder is not None else 0
     if settings.engine.device == "cuda":
         weights = cache = draft = 0
     processes = PROCESS_BYTES + settings.engine.tensor_parallel_size * SHARD_BYTES
@@ -164,11 +164,16 @@ def _model_bytes(engine: EngineConfig, folder: Path) -> tuple[int, int]:
     width = 4 if engine.dtype == "float32" else 2
     tokens = engine.kv_cache_tokens or MIN_KV_TOKENS
     cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * width * tokens
-    return _file_bytes(folder) * width // 2, cache
+    return _weight_bytes(folder, config) * width // 2, cache
 
 
-def _file_bytes(folder: Path) -> int:
-    """Bytes of the weights in a folder, which are stored with 16 bits each in nearly every model."""
+def _weight_bytes(folder: Path, config: ModelConfig) -> int:
+    """Bytes of a model's weights with 16 bits each, as nearly every model stores them. Quantised ones are dequantised
+    when they are loaded."""
+    if config.quantization is not None or (folder / GGUF_FILE).is_symlink():
+        has_head = not config.tie_word_embeddings
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        return 2 * config.num_weights(heads=heads, kv_heads=kv_heads, part=lambda total: total, has_head=has_head)
     single = folder / SINGLE_FILE
     files = [single] if single.is_file() or not (folder / INDEX_FILE).is_file() else folder.glob("*.safetensors")
     return sum(file.stat().st_size for file in files)

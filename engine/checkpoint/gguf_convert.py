@@ -1,7 +1,7 @@
-"""Converts a Llama model from a GGUF file to a Hugging Face folder: bf16 safetensors, config and tokenizer.
+"""Makes a Hugging Face folder of a GGUF file: config, tokenizer, and either bf16 safetensors or a link to the file.
 
-Owns the mapping of GGUF names, metadata and layout to those of Hugging Face. Knows nothing of caches or the source of
-the file.
+Owns the mapping of GGUF metadata to the keys of config.json. A metadata value of the architecture that is not known is
+refused, because it could change the result. Knows nothing of caches or the source of the file.
 """
 
 from __future__ import annotations
@@ -11,36 +11,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.checkpoint.gguf_file import GGUFFile
-from engine.checkpoint.model_config import SINGLE_FILE
+from engine.checkpoint.gguf_tensors import ROPE_FACTORS, GGUFTensors, check_architecture, head_dim
+from engine.checkpoint.gguf_tokenizer import special_ids, write_tokenizer
+from engine.checkpoint.model_config import GGUF_FILE, SINGLE_FILE
 from engine.errors import ConfigError
 
-_LAYER_TENSORS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+_FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_KNOWN = {
+    *("block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size"),
+    *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length"),
+    *("attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base", "expert_count"),
+    *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned"),
+    "rope.scaling.attn_factor",
 }
-_CONTROL = 3
-"""Token type of special tokens in the GGUF token list."""
+"""Metadata values of an architecture that are read."""
 
 
 def convert(source: Path, folder: Path, *, on_tensor: Callable[[int, int], None]) -> None:
-    """Write the model of a GGUF file into a folder.
+    """Write the model of a GGUF file into a folder, in bfloat16.
 
     Args:
-        source: GGUF file of a Llama model with SmolLM's byte-level BPE tokenizer.
+        source: GGUF file.
         folder: existing folder for the files.
         on_tensor: called after each tensor with the number converted so far and the total.
 
@@ -48,130 +43,131 @@ def convert(source: Path, folder: Path, *, on_tensor: Callable[[int, int], None]
         ConfigError: the file is damaged, or its architecture or tokenizer is not supported.
         OSError, SafetensorError: the folder cannot be written.
     """
+    describe(source, folder)
+    file = GGUFTensors(source)
+    tensors = {}
+    for done, name in enumerate(file.keys(), start=1):
+        tensors[name] = file.get_tensor(name).to(torch.bfloat16)
+        on_tensor(done, len(file.keys()))
+    save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
+
+
+def link(source: Path, folder: Path) -> None:
+    """Write a folder whose weights stay in the GGUF file.
+
+    Args:
+        source: GGUF file, absolute.
+        folder: existing folder for the files.
+
+    Raises:
+        ConfigError: the file is damaged, or its architecture or tokenizer is not supported.
+        OSError: the folder cannot be written.
+    """
+    describe(source, folder)
+    (folder / GGUF_FILE).symlink_to(source)
+
+
+def describe(source: Path, folder: Path) -> None:
+    """Write config.json, generation_config.json and the tokenizer of a GGUF file.
+
+    Raises:
+        ConfigError: the file is damaged, or its architecture or tokenizer is not supported.
+        OSError: the folder cannot be written.
+    """
     with GGUFFile(source) as file:
-        _check_kind(file)
         config = _config(file)
-        names = _tensor_names(config["num_hidden_layers"])
-        if "output.weight" in file.names:
-            names["output.weight"] = "lm_head.weight"
-        tensors = {}
-        for done, (gguf_name, name) in enumerate(names.items(), start=1):
-            array = file.read(gguf_name)
-            if gguf_name.endswith(("attn_q.weight", "attn_k.weight")):
-                array = _unpermute(array, config["head_dim"])
-            tensors[name] = torch.from_numpy(np.array(array)).to(torch.bfloat16)
-            on_tensor(done, len(names))
-        save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
         _write_json(folder / "config.json", config)
-        _write_json(folder / "generation_config.json", _generation_config(config))
-        _write_tokenizer(file, folder, max_len=config["max_position_embeddings"])
-
-
-def _check_kind(file: GGUFFile) -> None:
-    for key, allowed in (
-        ("general.architecture", "llama"),
-        ("tokenizer.ggml.model", "gpt2"),
-        ("tokenizer.ggml.pre", "smollm"),
-    ):
-        given = file.get(key, str)
-        if given != allowed:
-            raise ConfigError(f"model: {file.path} has {key} = {given!r}; allowed: {allowed}")
+        keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+        _write_json(folder / "generation_config.json", {key: config[key] for key in keys if key in config})
+        write_tokenizer(file, folder, max_len=config["max_position_embeddings"])
 
 
 def _config(file: GGUFFile) -> dict[str, Any]:
-    heads = file.get("llama.attention.head_count", int)
-    hidden = file.get("llama.embedding_length", int)
-    if heads < 1 or hidden % heads:
-        raise ConfigError(f"model: {file.path} has {heads} heads for a hidden size of {hidden}")
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+    name = check_architecture(file)
+    prefix = name + "."
+    for key in file.metadata:
+        if key.startswith(prefix) and key.removeprefix(prefix) not in _KNOWN:
+            raise ConfigError(
+                f"model: {file.path}: {key} = {str(file.metadata[key])[:60]} is not supported; use the Hugging Face "
+                "folder of this model"
+            )
+    dim, heads = head_dim(file), file.get(prefix + "attention.head_count", int)
+    for key, allowed in (("attention.value_length", dim), ("rope.dimension_count", dim), ("expert_count", 0)):
+        given = file.metadata.get(prefix + key, allowed)
+        if given != allowed:
+            raise ConfigError(f"model: {file.path}: {prefix}{key} = {given!r} is not supported; allowed: {allowed}")
+    kv_heads = prefix + "attention.head_count_kv"
+    config: dict[str, Any] = {
+        "architectures": [_FAMILIES[name]],
+        "model_type": name,
         "dtype": "bfloat16",
         "hidden_act": "silu",
-        "hidden_size": hidden,
-        "intermediate_size": file.get("llama.feed_forward_length", int),
-        "num_hidden_layers": _num_layers(file),
+        "hidden_size": file.get(prefix + "embedding_length", int),
+        "intermediate_size": file.get(prefix + "feed_forward_length", int),
+        "num_hidden_layers": _num_layers(file, prefix),
         "num_attention_heads": heads,
-        "num_key_value_heads": file.get("llama.attention.head_count_kv", int),
-        "head_dim": hidden // heads,
+        "num_key_value_heads": file.get(kv_heads, int) if kv_heads in file.metadata else heads,
+        "head_dim": dim,
         "vocab_size": file.shape("token_embd.weight")[0],
-        "max_position_embeddings": file.get("llama.context_length", int),
+        "max_position_embeddings": file.get(prefix + "context_length", int),
         # Stored as float32. Six digits restore the decimal number of the original config.
-        "rms_norm_eps": float(f"{file.get('llama.attention.layer_norm_rms_epsilon', float):.6g}"),
-        "rope_theta": float(file.get("llama.rope.freq_base", float)),
+        "rms_norm_eps": float(f"{file.get(prefix + 'attention.layer_norm_rms_epsilon', float):.6g}"),
+        "rope_theta": float(file.get(prefix + "rope.freq_base", float))
+        if prefix + "rope.freq_base" in file.metadata
+        else 10000.0,
         "tie_word_embeddings": "output.weight" not in file.names,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "bos_token_id": file.get("tokenizer.ggml.bos_token_id", int),
-        "eos_token_id": file.get("tokenizer.ggml.eos_token_id", int),
-        "pad_token_id": file.get("tokenizer.ggml.padding_token_id", int),
+        "attention_bias": name != "qwen2" and "blk.0.attn_q.bias" in file.names,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.names,
     }
+    scaling = _rope_scaling(file, prefix, config)
+    if scaling is not None:
+        config["rope_scaling"] = scaling
+    return config | {f"{name}_token_id": token for name, token in _end_ids(file).items()}
 
 
-def _generation_config(config: dict[str, Any]) -> dict[str, Any]:
-    return {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+def _end_ids(file: GGUFFile) -> dict[str, Any]:
+    """Ids for config.json. A text ends with EOS, or with the end of a turn where the file names one."""
+    ids: dict[str, Any] = {name: token for name, token in special_ids(file).items() if name != "unk"}
+    key = "tokenizer.ggml.eot_token_id"
+    if key in file.metadata and file.get(key, int) != ids.get("eos"):
+        ids["eos"] = [*([ids["eos"]] if "eos" in ids else []), file.get(key, int)]
+    return ids
 
 
-def _num_layers(file: GGUFFile) -> int:
+def _rope_scaling(file: GGUFFile, prefix: str, config: dict[str, Any]) -> dict[str, Any] | None:
+    """The value of `rope_scaling`, or None. Divisors of each frequency are a longrope with equal factors."""
+    if ROPE_FACTORS in file.names:
+        shape = file.shape(ROPE_FACTORS)
+        if shape != (config["head_dim"] // 2,):
+            raise ConfigError(f"model: {file.path}: {ROPE_FACTORS} has shape {list(shape)}")
+        factors = [float(value) for value in file.read(ROPE_FACTORS)]
+        return {
+            "rope_type": "longrope",
+            "short_factor": factors,
+            "long_factor": factors,
+            "attention_factor": 1.0,
+            "original_max_position_embeddings": config["max_position_embeddings"],
+        }
+    kind = file.metadata.get(prefix + "rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    values: dict[str, Any] = {"rope_type": kind, "factor": file.get(prefix + "rope.scaling.factor", float)}
+    if kind == "yarn":
+        original = file.get(prefix + "rope.scaling.original_context_length", int)
+        values["original_max_position_embeddings"] = original
+    elif kind != "linear":
+        raise ConfigError(f"model: {file.path}: {prefix}rope.scaling.type = {kind!r}; allowed: none, linear, yarn")
+    if file.metadata.get(prefix + "rope.scaling.attn_factor", 1.0) != 1.0:
+        raise ConfigError(f"model: {file.path}: {prefix}rope.scaling.attn_factor is not supported; allowed: 1.0")
+    return values
+
+
+def _num_layers(file: GGUFFile, prefix: str) -> int:
     """Number of layers, bounded by the number of tensors: a damaged number must not fill the memory with names."""
-    count: int = file.get("llama.block_count", int)
+    count: int = file.get(prefix + "block_count", int)
     if not 0 < count <= len(file.names):
-        raise ConfigError(f"model: llama.block_count = {count}, but the file holds {len(file.names)} tensors")
+        raise ConfigError(f"model: {prefix}block_count = {count}, but the file holds {len(file.names)} tensors")
     return count
-
-
-def _tensor_names(num_layers: int) -> dict[str, str]:
-    names = {"token_embd.weight": "model.embed_tokens.weight"}
-    for index in range(num_layers):
-        for gguf_name, name in _LAYER_TENSORS.items():
-            names[f"blk.{index}.{gguf_name}.weight"] = f"model.layers.{index}.{name}.weight"
-    return names | {"output_norm.weight": "model.norm.weight"}
-
-
-def _unpermute(weight: npt.NDArray[np.float32], head_dim: int) -> npt.NDArray[np.float32]:
-    """Reorder the rows of a q or k weight from GGUF's layout [pair, half] per head to Hugging Face's [half, pair]."""
-    if weight.ndim != 2 or weight.shape[0] % head_dim:
-        raise ConfigError(
-            f"model: a q or k weight has shape {list(weight.shape)}; expected whole heads of {head_dim} rows"
-        )
-    pairs = weight.reshape(-1, head_dim // 2, 2, weight.shape[1])
-    return pairs.swapaxes(1, 2).reshape(weight.shape)
-
-
-def _write_tokenizer(file: GGUFFile, folder: Path, *, max_len: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json: byte-level BPE after splitting digits."""
-    tokens: list[str] = file.get("tokenizer.ggml.tokens", list)
-    kinds: list[int] = file.get("tokenizer.ggml.token_type", list)
-    merges = [str(merge).partition(" ")[::2] for merge in file.get("tokenizer.ggml.merges", list)]
-    template = file.get("tokenizer.chat_template", str)
-    special = {name: file.get(f"tokenizer.ggml.{name}_token_id", int) for name in ("bos", "eos", "unknown", "padding")}
-    if len(kinds) != len(tokens) or not all(0 <= token < len(tokens) for token in special.values()):
-        raise ConfigError(f"model: {file.path} has {len(tokens)} tokens, {len(kinds)} token types, specials {special}")
-    try:
-        bpe = models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges)
-        tokenizer = Tokenizer(bpe)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
-        tokenizer.decoder = decoders.ByteLevel()
-        control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL]
-        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
-    except Exception as error:  # noqa: BLE001  The library raises bare exceptions for a bad vocabulary or bad merges.
-        raise ConfigError(f"model: {file.path} holds no usable tokenizer: {error}") from None
-    tokenizer.save(str(folder / "tokenizer.json"))
-    _write_json(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": tokens[special["bos"]],
-            "eos_token": tokens[special["eos"]],
-            "unk_token": tokens[special["unknown"]],
-            "pad_token": tokens[special["padding"]],
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": max_len,
-            "chat_template": template,
-        },
-    )
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

@@ -25,6 +25,10 @@ _MAGIC = b"GGUF"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
+_FLOATS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
+_QUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+TYPES = {int(kind): kind for kind in (*_FLOATS, *(GGMLQuantizationType[name] for name in _QUANTISED))}
+"""Types of tensors that are read, by their number in the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,33 +109,85 @@ class GGUFFile:
             raise ConfigError(f"model: {self.path} lacks tensor {name}")
         return self._infos[name].shape
 
-    def read(self, name: str) -> npt.NDArray[np.float32]:
-        """A tensor, dequantised to float32.
+    def quantised_types(self) -> tuple[str, ...]:
+        """Names of the quantised types that occur, sorted."""
+        kinds = {info.kind for info in self._infos.values()}
+        return tuple(sorted(TYPES[kind].name for kind in kinds if kind in TYPES and TYPES[kind] not in _FLOATS))
+
+    def read(self, name: str, rows: slice | None = None) -> npt.NDArray[np.float32]:
+        """A tensor, dequantised to float32, or some of its rows.
+
+        Args:
+            name: of the tensor.
+            rows: with start and stop, within the first dimension; None reads all.
 
         Raises:
-            ConfigError: there is no such tensor, its type is unknown, or it reaches beyond the file.
+            ConfigError: there is no such tensor, its type is not supported, it reaches beyond the file, or it holds
+                values that are not finite.
         """
         shape = self.shape(name)
         info = self._infos[name]
-        try:
-            kind = GGMLQuantizationType(info.kind)
-            per_block, block_bytes = GGML_QUANT_SIZES[kind]
-        except (ValueError, KeyError):
-            raise ConfigError(f"model: {self.path}: tensor {name} is of unknown type {info.kind}") from None
-        if shape[-1] % per_block:
-            raise ConfigError(
-                f"model: {self.path}: tensor {name} has rows of {shape[-1]}, not whole blocks of {per_block}"
-            )
-        row_bytes = shape[-1] // per_block * block_bytes
+        kind, row_bytes = self._layout(name)
         start, num_bytes = self._data_start + info.offset, math.prod(shape[:-1]) * row_bytes
         if start + num_bytes > len(self._bytes):
             raise ConfigError(f"model: {self.path} is cut short: tensor {name} reaches beyond its end")
+        if rows is not None and len(shape) > 1:
+            num_rows = rows.stop - rows.start
+            bytes_per_row = num_bytes // shape[0]
+            start, num_bytes, shape = (
+                start + rows.start * bytes_per_row,
+                num_rows * bytes_per_row,
+                (num_rows, *shape[1:]),
+            )
         raw = np.frombuffer(self._bytes[start : start + num_bytes], dtype=np.uint8).reshape(*shape[:-1], row_bytes)
         try:
-            values = np.asarray(dequantize(raw, kind), dtype=np.float32)
+            with np.errstate(all="ignore"):  # Damaged scales are refused below.
+                values = np.asarray(dequantize(raw, kind), dtype=np.float32)
         except (NotImplementedError, ValueError) as error:
             raise ConfigError(f"model: {self.path}: cannot dequantise {name} of type {kind.name}: {error}") from None
-        return values.reshape(shape)
+        if not np.isfinite(values).all():
+            raise ConfigError(f"model: {self.path} is damaged: tensor {name} holds values that are not finite")
+        values = values.reshape(shape)
+        return values[rows] if rows is not None and len(shape) == 1 else values
+
+    def _layout(self, name: str) -> tuple[GGMLQuantizationType, int]:
+        """Type of a tensor and bytes per row.
+
+        Raises:
+            ConfigError: the type is not supported, or a row is not whole blocks.
+        """
+        info = self._infos[name]
+        kind = TYPES.get(info.kind)
+        if kind is None:
+            allowed = ", ".join(known.name for known in TYPES.values())
+            raise ConfigError(
+                f"model: {self.path}: tensor {name} is of type {_type_name(info.kind)}; allowed: {allowed}; use a file "
+                "of one of these types"
+            )
+        per_block, block_bytes = GGML_QUANT_SIZES[kind]
+        if info.shape[-1] % per_block:
+            raise ConfigError(
+                f"model: {self.path}: tensor {name} has rows of {info.shape[-1]}, not whole blocks of {per_block}"
+            )
+        return kind, info.shape[-1] // per_block * block_bytes
+
+    def bytes_per_element(self, name: str) -> float:
+        """Bytes in the file of one element of a tensor.
+
+        Raises:
+            ConfigError: the type is not supported.
+        """
+        return self._layout(name)[1] / self.shape(name)[-1]
+
+    def check_size(self) -> None:
+        """Check that all tensors together fit into the file: a damaged file must not fill the memory with copies.
+
+        Raises:
+            ConfigError: they do not, or a type is not supported.
+        """
+        needed = sum(math.prod(info.shape[:-1]) * self._layout(name)[1] for name, info in self._infos.items())
+        if needed > len(self._bytes) - self._data_start:
+            raise ConfigError(f"model: {self.path} is cut short: its tensors need {needed} bytes")
 
     def _parse(self) -> None:
         if self._bytes[:4] != _MAGIC:
@@ -186,3 +242,10 @@ class GGUFFile:
         if count > len(self._bytes) - self._position:
             raise ConfigError(f"model: {self.path} is damaged: a length of {count} at byte {self._position}")
         return count
+
+
+def _type_name(kind: int) -> str:
+    try:
+        return str(GGMLQuantizationType(kind).name)
+    except ValueError:
+        return str(kind)

@@ -1,47 +1,44 @@
 """The shape of a model, read from a Hugging Face `config.json`.
 
-Owns the meaning of each config key that changes the forward pass, for the families Llama, Mistral, Qwen2 and Qwen3, and
+Owns the meaning of each config key that changes the forward pass, for the families of `engine.checkpoint.families` and
 for Paceline's own draft folders. An unsupported key that would change the result raises an error. Knows nothing of
 tensors, weight files or devices.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, cast, get_args
 
+from engine.checkpoint.config_keys import Keys
+from engine.checkpoint.families import (
+    FAMILIES,
+    Activation,
+    ExpertsConfig,
+    Family,
+    read_experts,
+    read_windows,
+    refuse_unsupported,
+)
+from engine.checkpoint.quantization import Quantization
+from engine.checkpoint.rope_config import RopeScaling, read_rope
 from engine.errors import ConfigError
 
 SINGLE_FILE = "model.safetensors"
 """Weights of a model that fit into one file."""
 INDEX_FILE = "model.safetensors.index.json"
 """Names the files of a model whose weights lie in several."""
-Family = Literal["llama", "mistral", "qwen2", "qwen3"]
-FAMILIES: tuple[str, ...] = get_args(Family)
+GGUF_FILE = "model.gguf"
+"""The link to the GGUF file of a model that has no safetensors."""
 Architecture = Literal["draft_model", "eagle"]
 ARCHITECTURES: tuple[str, ...] = get_args(Architecture)
 SHARED_EMBEDDING = "shared with the target"
 """Value of `embed_tokens` in a draft's config.json when the draft uses the target's embedding."""
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeScaling:
-    """Scaling of the rotary frequencies for long contexts."""
-
-    kind: Literal["linear", "llama3"]
-    factor: float
-    """Wavelengths are multiplied by this; with `llama3` only long ones."""
-    low_freq_factor: float = 1.0
-    """`llama3`: a pair with fewer turns than this within `original_max_len` is scaled by `factor`."""
-    high_freq_factor: float = 4.0
-    """`llama3`: a pair with more turns than this within `original_max_len` is not scaled."""
-    original_max_len: int = 8192
-    """`llama3`: context length of the original training, in tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +58,34 @@ class ModelConfig:
     rope_theta: float
     rope_scaling: RopeScaling | None
     max_model_len: int
-    """Longest prompt and output together, in tokens. Bounded by an active sliding window."""
+    """Longest prompt and output together, in tokens."""
     tie_word_embeddings: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
     """Whether each head of q and k has an RMSNorm before RoPE."""
+    rotary_dim: int = 0
+    """Dimensions of each head that are rotated; 0 means all."""
+    local_rope_theta: float | None = None
+    """RoPE base of the local layers, which is not scaled; None if it is that of the others."""
+    local_layers: frozenset[int] = frozenset()
+    """Layers that have, or would have in a longer context, a window."""
+    windows: tuple[int, ...] = ()
+    """Tokens that each layer attends to, its own included; 0 means all. Empty if every layer attends to all."""
+    activation: Activation = "silu"
+    fused_projections: bool = False
+    """Whether q, k, v are one tensor in the files, and gate and up are another."""
+    norm_offset: float = 0.0
+    """Added to the stored weights of the norms."""
+    output_norms: bool = False
+    """Whether the outputs of attention and of the MLP have norms of their own."""
+    embedding_scale: float = 1.0
+    """Factor of the token embeddings."""
+    query_scale: float = 1.0
+    """Factor of the queries beyond 1 / sqrt(head_dim). Needs `qk_norm`."""
+    experts: ExpertsConfig | None = None
+    """The experts of a mixture-of-experts model; None for a dense one."""
     eos_token_ids: tuple[int, ...] = ()
     draft_vocab_size: int | None = None
     """Rows of the head of a draft with a reduced vocabulary. Its tensor `draft_vocab` has the token ids."""
@@ -77,6 +95,8 @@ class ModelConfig:
     """Architecture of a draft: a separate model, or a decoder on the target's hidden states."""
     feature_layers: tuple[int, ...] = ()
     """Layers of the target whose outputs an `eagle` draft reads, ascending; empty for other models."""
+    quantization: Quantization | None = None
+    """How the weights in the files are quantised; None for floats."""
 
     @classmethod
     def load(cls, folder: Path) -> ModelConfig:
@@ -96,46 +116,113 @@ class ModelConfig:
             ConfigError: the family or an active feature is not supported, or a key is missing or malformed.
         """
         family = values.get("model_type")
+        if family == "gemma3":
+            raise ConfigError(
+                "model_type: 'gemma3' with vision is not supported; allowed: gemma3_text, the model without its tower"
+            )
         if family not in FAMILIES:
             raise ConfigError(f"model_type: {family!r} is not supported; allowed: {', '.join(FAMILIES)}")
-        _refuse_unsupported(values)
-        keys = _Keys(values)
+        refuse_unsupported(values)
+        keys = Keys(values)
+        is_gemma = family == "gemma3_text"
         num_heads = keys.positive("num_attention_heads")
         num_kv_heads = keys.positive("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             raise ConfigError(
                 f"num_key_value_heads: {num_kv_heads} does not divide num_attention_heads, which is {num_heads}"
             )
-        hidden_size = keys.positive("hidden_size")
+        hidden_size, num_layers = keys.positive("hidden_size"), keys.positive("num_hidden_layers")
         attention_bias = keys.flag("attention_bias", default=False)
-        theta, scaling = _rope(values)
-        head_dim = keys.positive("head_dim", max(hidden_size // num_heads, 1))
+        max_position = keys.positive("max_position_embeddings", 2048)
+        rope = read_rope(values, max_position=max_position)
+        head_dim = keys.positive("head_dim", 256 if is_gemma else max(hidden_size // num_heads, 1))
         if head_dim % 2:
             raise ConfigError(f"head_dim: {head_dim} is odd; rotary embedding needs an even one")
+        rotary_dim = _rotary_dim(head_dim, rope.rotated_share, rope.scaling)
+        windows = read_windows(values, keys, num_layers)
+        query_scale = (keys.number("query_pre_attn_scalar", 256.0) / head_dim) ** -0.5 if is_gemma else 1.0
         return cls(
             family=cast(Family, family),
             vocab_size=keys.positive("vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=keys.positive("intermediate_size"),
-            num_layers=keys.positive("num_hidden_layers"),
+            num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            max_model_len=_max_model_len(values, keys),
-            tie_word_embeddings=keys.flag("tie_word_embeddings", default=False),
+            rope_theta=rope.theta,
+            rope_scaling=rope.scaling,
+            max_model_len=max(max_position, rope.max_len),
+            tie_word_embeddings=keys.flag("tie_word_embeddings", default=is_gemma),
             qkv_bias=True if family == "qwen2" else attention_bias,
             o_bias=False if family == "qwen2" else attention_bias,
             mlp_bias=keys.flag("mlp_bias", default=False),
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
+            rotary_dim=rotary_dim,
+            local_rope_theta=rope.local_theta,
+            local_layers=frozenset(layer for layer, window in enumerate(windows) if window),
+            windows=windows,
+            activation="gelu_tanh" if is_gemma else "silu",
+            fused_projections=family == "phi3",
+            norm_offset=1.0 if is_gemma else 0.0,
+            output_norms=is_gemma,
+            embedding_scale=hidden_size**0.5 if is_gemma else 1.0,
+            query_scale=query_scale,
+            experts=read_experts(values, keys, num_layers),
             eos_token_ids=_eos(values),
             draft_vocab_size=keys.positive("draft_vocab_size") if "draft_vocab_size" in values else None,
             shares_embedding=_shares_embedding(values),
             architecture=(architecture := _architecture(values)),
             feature_layers=_feature_layers(values) if architecture == "eagle" else (),
+            quantization=Quantization.parse(values.get("quantization_config")),
         )
+
+    def for_context(self, max_model_len: int | None) -> ModelConfig:
+        """The config of a model that serves at most this many tokens. Windows that are never full are dropped.
+
+        Dynamic scaling and longrope depend on the served context, not on the length of a request, so that a token's
+        key never depends on the tokens after it.
+
+        Args:
+            max_model_len: longest prompt and output together; None means the model's limit.
+        """
+        limit = self.max_model_len if max_model_len is None else min(self.max_model_len, max_model_len)
+        windows = tuple(window if window < limit else 0 for window in self.windows)
+        return dataclasses.replace(self, max_model_len=limit, windows=windows if any(windows) else ())
+
+    def num_weights(self, *, heads: int, kv_heads: int, part: Callable[[int], int], has_head: bool) -> int:
+        """Number of weights of a shard, whatever their form in the files.
+
+        Args:
+            heads, kv_heads: query and KV heads of the shard.
+            part: the shard's number of units out of a total.
+            has_head: whether the head is a tensor of its own in memory.
+        """
+        hidden, dim, experts = self.hidden_size, self.head_dim, self.experts
+        qkv = dim * (heads + 2 * kv_heads)
+        layer = hidden * (qkv + dim * heads) + 2 * hidden * (2 if self.output_norms else 1)
+        layer += qkv * int(self.qkv_bias) + 2 * dim * int(self.qk_norm)
+        num_sparse = 0 if experts is None else self.num_layers - len(experts.dense_layers)
+        count = self.num_layers * layer + (self.num_layers - num_sparse) * 3 * hidden * part(self.intermediate_size)
+        if experts is not None:
+            count += num_sparse * experts.num_experts * hidden * (3 * part(experts.intermediate_size) + 1)
+        head = part(self.draft_vocab_size or self.vocab_size) * hidden if has_head else 0
+        return count + self.vocab_size * hidden + head + hidden
+
+    @property
+    def beyond_llama(self) -> str | None:
+        """The first feature that only the PyTorch kernels compute; None if there is none."""
+        features = {
+            "sliding windows": bool(self.windows),
+            "experts": self.experts is not None,
+            "an activation other than silu": self.activation != "silu",
+            "partly rotated heads": self.rotary_dim not in (0, self.head_dim),
+            "two bases of RoPE": self.local_rope_theta is not None,
+            "norms of outputs": self.output_norms,
+            "scaled embeddings": self.embedding_scale != 1.0,
+        }
+        return next((name for name, is_used in features.items() if is_used), None)
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
@@ -151,39 +238,6 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
     return ()
 
 
-class _Keys:
-    """Typed access to config values. Each error names the key."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self._values = values
-
-    def positive(self, key: str, default: int | None = None) -> int:
-        value = self._get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{key}: {value!r} is not a whole number above 0")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self._get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise ConfigError(f"{key}: {value!r} is not a finite number above 0")
-        return float(value)
-
-    def flag(self, key: str, *, default: bool) -> bool:
-        value = self._get(key, default)
-        if not isinstance(value, bool):
-            raise ConfigError(f"{key}: {value!r} is neither true nor false")
-        return value
-
-    def _get(self, key: str, default: T | None) -> Any:
-        value = self._values.get(key)
-        if value is not None:
-            return value
-        if default is None:
-            raise ConfigError(f"{key}: missing from config.json")
-        return default
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -194,51 +248,22 @@ def _read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _refuse_unsupported(values: dict[str, Any]) -> None:
-    """Refuse keys that change the forward pass in a way that the decoder does not support."""
-    if values.get("quantization_config") is not None:
-        raise ConfigError(
-            "quantization_config: quantised weights are not supported; allowed: float32, bfloat16, float16"
-        )
-    activation = values.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ConfigError(f"hidden_act: {activation!r} is not supported; allowed: silu")
-    partial = values.get("partial_rotary_factor", 1.0)
-    if partial != 1.0:
-        raise ConfigError(f"partial_rotary_factor: {partial!r} is not supported; allowed: 1.0")
+def _rotary_dim(head_dim: int, share: float, scaling: RopeScaling | None) -> int:
+    """Dimensions of a head that are rotated.
 
-
-def _rope(values: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    """RoPE base and scaling, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling`."""
-    name = "rope_parameters" if values.get("rope_parameters") is not None else "rope_scaling"
-    rope = values.get(name) or {}
-    if not isinstance(rope, dict):
-        raise ConfigError(f"{name}: {rope!r} is not an object")
-    theta = _Keys({"rope_theta": rope.get("rope_theta", values.get("rope_theta"))}).number("rope_theta", 10000.0)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    keys = _Keys(rope)
-    if kind == "linear":
-        return theta, RopeScaling(kind="linear", factor=keys.number("factor"))
-    if kind == "llama3":
-        return theta, RopeScaling(
-            kind="llama3",
-            factor=keys.number("factor"),
-            low_freq_factor=keys.number("low_freq_factor"),
-            high_freq_factor=keys.number("high_freq_factor"),
-            original_max_len=keys.positive("original_max_position_embeddings"),
-        )
-    raise ConfigError(f"{name}.rope_type: {kind!r} is not supported; allowed: default, linear, llama3")
-
-
-def _max_model_len(values: dict[str, Any], keys: _Keys) -> int:
-    """The position limit, or an active sliding window if that is shorter: within it, full attention is the same."""
-    limit = keys.positive("max_position_embeddings", 2048)
-    active = values.get("use_sliding_window", values["model_type"] == "mistral")
-    if not active or values.get("sliding_window") is None:
-        return limit
-    return min(limit, keys.positive("sliding_window"))
+    Raises:
+        ConfigError: it is no even number, or the factors of longrope are of another number.
+    """
+    rotary_dim = int(head_dim * share)
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise ConfigError(f"partial_rotary_factor: {share} of head_dim {head_dim} is not an even number above 0")
+    if scaling is not None and scaling.kind == "longrope":
+        for name, factors in (("short_factor", scaling.short_factors), ("long_factor", scaling.long_factors)):
+            if len(factors) != rotary_dim // 2:
+                raise ConfigError(f"{name}: {len(factors)} numbers given; {rotary_dim // 2} are needed, one per pair")
+    if scaling is not None and scaling.kind == "dynamic" and rotary_dim < 4:
+        raise ConfigError(f"rope_type: dynamic needs at least 4 rotated dimensions, given {rotary_dim}")
+    return rotary_dim
 
 
 def _eos(values: dict[str, Any]) -> tuple[int, ...]:

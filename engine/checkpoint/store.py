@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 from safetensors import SafetensorError
 
-from engine.checkpoint.model_config import INDEX_FILE, SINGLE_FILE
+from engine.checkpoint.model_config import GGUF_FILE, INDEX_FILE, SINGLE_FILE
 from engine.checkpoint.package_file import PackageFile
 from engine.errors import ConfigError
 
@@ -49,11 +49,11 @@ def resolve_model(name: str, *, progress: bool = True) -> Path:
     """The folder of a model. Downloads or converts the model first if necessary.
 
     Args:
-        name: an existing folder, `smollm2`, or a Hugging Face id such as `org/model`.
+        name: an existing folder, a GGUF file, `smollm2`, or a Hugging Face id such as `org/model`.
         progress: show a progress bar on stderr.
 
     Returns:
-        A folder with config.json and safetensors.
+        A folder with config.json and safetensors, or with a link to the GGUF file.
 
     Raises:
         ConfigError: there is no such model, it cannot be downloaded, it has no safetensors, or the cache folder
@@ -62,13 +62,54 @@ def resolve_model(name: str, *, progress: bool = True) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return _checked(folder.resolve(), name)
+    if folder.suffix == ".gguf":
+        return gguf_folder(folder, cache_folder())
     if name == EMBEDDED:
         return _embedded_model(cache_folder(), progress=progress)
     if not _HUB_ID.fullmatch(name):
         raise ConfigError(
-            f"model: {name!r} is neither a folder, nor {EMBEDDED!r}, nor a Hugging Face id such as org/model"
+            f"model: {name!r} is neither a folder, nor a .gguf file, nor {EMBEDDED!r}, nor a Hugging Face id such as "
+            "org/model"
         )
     return _checked(_download(name, progress=progress), name)
+
+
+def gguf_folder(source: Path, cache: Path) -> Path:
+    """The folder of a GGUF file: config and tokenizer out of its metadata, and a link to the file.
+
+    Several processes may call this at once. A changed file gets a new folder.
+
+    Args:
+        source: the GGUF file.
+        cache: folder for the result.
+
+    Raises:
+        ConfigError: the file cannot be read, is damaged or not supported, or the cache cannot be written.
+    """
+    try:
+        source = source.resolve(strict=True)
+        stat = source.stat()
+    except OSError as error:
+        raise ConfigError(f"model: cannot read {source}: {error.strerror or error}") from None
+    identity = f"{source} {stat.st_size} {stat.st_mtime_ns} v{_LAYOUT}"
+    folder = cache / f"gguf-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    if folder.is_dir():
+        return folder
+    try:
+        from engine.checkpoint.gguf_convert import link
+
+        cache.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=cache))
+        try:
+            link(source, work)
+            with _locked(cache / f"{folder.name}.lock"):
+                if not folder.is_dir():
+                    work.rename(folder)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    except OSError as error:
+        raise _not_writable(cache, error) from None
+    return folder
 
 
 def cache_folder() -> Path:
@@ -256,8 +297,12 @@ def _checked(folder: Path, name: str) -> Path:
         ConfigError: it has no config.json or no safetensors.
     """
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model: {name!r} has no config.json; a model folder holds config.json and *.safetensors")
-    if any((folder / file).is_file() for file in (SINGLE_FILE, INDEX_FILE)):
+        found = next((path.name for path in folder.glob("*.gguf")), None)
+        hint = f"; give the file itself: --model {folder / found}" if found else ""
+        raise ConfigError(
+            f"model: {name!r} has no config.json; a model folder holds config.json and *.safetensors{hint}"
+        )
+    if any((folder / file).is_file() for file in (SINGLE_FILE, INDEX_FILE)) or (folder / GGUF_FILE).is_symlink():
         return folder
     pickled = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
     found = f"only {', '.join(pickled[:3])}, which would have to be unpickled" if pickled else "none"

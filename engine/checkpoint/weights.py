@@ -1,7 +1,8 @@
-"""Reads weights from memory-mapped safetensors files: whole tensors, or the part of one shard.
+"""Reads weights from memory-mapped safetensors or GGUF files: whole tensors, or the part of one shard.
 
-Owns how a model is divided over tensor-parallel shards (`ShardSpec`), and the errors for missing, unknown and misshaped
-tensors. Tensor names are plain strings here; `engine.model.shard_weights` knows which ones a model needs.
+Owns how a model is divided over tensor-parallel shards (`ShardSpec`), the errors for missing, unknown and misshaped
+tensors, and the memory that dequantising takes. Tensor names are plain strings here; `engine.model.shard_weights` knows
+which ones a model needs.
 """
 
 from __future__ import annotations
@@ -16,12 +17,17 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from engine.checkpoint.model_config import INDEX_FILE, SINGLE_FILE, ModelConfig
+from engine.checkpoint.dequantize import IGNORED, dequantise, is_quantised
+from engine.checkpoint.gguf_tensors import GGUFTensors
+from engine.checkpoint.model_config import GGUF_FILE, INDEX_FILE, SINGLE_FILE, ModelConfig
+from engine.checkpoint.quantization import Quantization
 from engine.errors import ConfigError
 
 SCALE_SUFFIX = ".int8_scale"
 """Suffix of the tensor with the float32 scale of each row of an int8 tensor."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_CHUNK_ELEMENTS = 8 << 20
+"""Elements that are dequantised at once, in float32, so that a large tensor takes its own size and little more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +61,32 @@ class ShardSpec:
         return tuple(base + (rank < extra) for rank in range(self.size))
 
     def kv_heads(self, config: ModelConfig) -> slice:
-        """This rank's KV heads. Its query heads are those of the same groups.
+        """This rank's KV heads: a part of them, or one that several ranks have if there are more ranks than KV heads.
 
         Raises:
-            ConfigError: there are more shards than KV heads.
+            ConfigError: there are more shards than KV heads, and the heads cannot be divided evenly.
         """
-        if self.size > config.num_kv_heads:
+        if self.size <= config.num_kv_heads:
+            return self.part(config.num_kv_heads)
+        if self.size % config.num_kv_heads or config.num_heads % self.size:
             raise ConfigError(
-                f"tensor_parallel_size: {self.size} is above the model's {config.num_kv_heads} KV heads; "
-                f"a shard takes at least one"
+                f"tensor_parallel_size: {self.size} is above the model's {config.num_kv_heads} KV heads; a size above "
+                f"must be a multiple of them and divide its {config.num_heads} query heads"
             )
-        return self.part(config.num_kv_heads)
+        head = self.rank * config.num_kv_heads // self.size
+        return slice(head, head + 1)
+
+    def query_heads(self, config: ModelConfig) -> slice:
+        """This rank's query heads: those of its KV heads, or its share of those of a KV head that several ranks have.
+
+        Raises:
+            ConfigError: a reason of `kv_heads`.
+        """
+        groups = self.kv_heads(config)
+        if self.size > config.num_kv_heads:
+            return self.part(config.num_heads)
+        fold = config.num_heads // config.num_kv_heads
+        return slice(groups.start * fold, groups.stop * fold)
 
 
 WHOLE = ShardSpec()
@@ -76,20 +97,30 @@ class WeightFiles:
     """The tensors of one model folder, by name.
 
     Args:
-        folder: has `model.safetensors`, or `model.safetensors.index.json` and the files that it names.
+        folder: has `model.safetensors`, or `model.safetensors.index.json` and the files that it names, or `model.gguf`.
+        quantization: how the weights are quantised, see `ModelConfig.quantization`.
 
     Raises:
-        ConfigError: the folder has no safetensors, or a file is damaged.
+        ConfigError: the folder has no weights, or a file is damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, quantization: Quantization | None = None) -> None:
         self.folder = folder
+        self.quantization = quantization
+        self.dequantised_bytes = 0
+        """Bytes that `read_float` has made out of quantised weights."""
+        self.read_bytes = 0
+        """Bytes of the files that have been read."""
         self._files = {name: _open(folder / name) for name in _file_names(folder)}
         self._home = {tensor: file for file in self._files.values() for tensor in file.keys()}  # noqa: SIM118
         self._read: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return name in self._home
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor that is there."""
+        return tuple(self._home[name].get_slice(name).get_shape())
 
     def read(
         self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, cols: slice | None = None
@@ -114,22 +145,33 @@ class WeightFiles:
         if given != shape:
             raise ConfigError(f"model: tensor {name} has shape {list(given)}, but config.json implies {list(shape)}")
         try:
-            index = (rows or slice(None),) if len(shape) == 1 else (rows or slice(None), cols or slice(None))
-            tensor: torch.Tensor = view[index]
+            index = (rows or slice(None), cols or slice(None))[: len(shape)]
+            tensor: torch.Tensor = view[index] if index else file.get_tensor(name)
         except SafetensorError as error:
             raise ConfigError(f"model: cannot read tensor {name} in {self.folder}: {error}") from None
+        self.read_bytes += file.stored_bytes(name, tensor) if isinstance(file, GGUFTensors) else tensor.nbytes
         return tensor
 
     def read_float(
-        self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, cols: slice | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: slice | None = None,
+        cols: slice | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
-        """Read a weight: a float tensor, or an int8 tensor with a scale per row, which is returned as float32.
+        """Read a weight: a float tensor as it is, or a quantised one, which is dequantised.
 
-        The arguments are those of `read`.
+        Args:
+            name, shape, rows, cols: as in `read`.
+            dtype: of the result if the weight is quantised.
 
         Raises:
             ConfigError: a reason of `read`, or the tensor is of another dtype.
         """
+        if len(shape) == 2 and self._is_packed(name):
+            return self._dequantised(name, (shape[0], shape[1]), rows, cols, dtype)
         tensor = self.read(name, shape, rows=rows, cols=cols)
         if tensor.dtype is torch.int8 and name + SCALE_SUFFIX in self:
             scale = self.read(name + SCALE_SUFFIX, shape[:1], rows=rows).float()
@@ -140,6 +182,40 @@ class WeightFiles:
             raise ConfigError(f"model: tensor {name} is of type {tensor.dtype}; allowed: {allowed}")
         return tensor
 
+    @property
+    def packing(self) -> str | None:
+        """How the weights are quantised, in words; None if they are floats."""
+        if self.quantization is not None:
+            return self.quantization.label
+        types = {kind for file in self._files.values() if isinstance(file, GGUFTensors) for kind in file.types()}
+        return f"GGUF {', '.join(sorted(types))}" if types else None
+
+    def _is_packed(self, name: str) -> bool:
+        if self.quantization is not None:
+            return is_quantised(self, name)
+        return isinstance(self._home.get(name), GGUFTensors)
+
+    def _dequantised(
+        self, name: str, shape: tuple[int, int], rows: slice | None, cols: slice | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        rows, cols = rows or slice(0, shape[0]), cols or slice(0, shape[1])
+        step = max(1, _CHUNK_ELEMENTS // max(1, cols.stop - cols.start))
+
+        def chunk(start: int) -> torch.Tensor:
+            part = slice(start, min(start + step, rows.stop))
+            if self.quantization is None:
+                return self.read(name, shape, rows=part, cols=cols).to(dtype)
+            return dequantise(self, self.quantization, name, shape, part, cols).to(dtype)
+
+        tensor = chunk(rows.start)
+        if len(tensor) < rows.stop - rows.start:
+            first, tensor = tensor, torch.empty(rows.stop - rows.start, cols.stop - cols.start, dtype=dtype)
+            tensor[: len(first)] = first
+            for start in range(rows.start + step, rows.stop, step):
+                tensor[start - rows.start : start - rows.start + step] = chunk(start)
+        self.dequantised_bytes += tensor.nbytes
+        return tensor
+
     def num_elements(self) -> int:
         """Number of elements of all tensors."""
         return sum(math.prod(file.get_slice(name).get_shape()) for name, file in self._home.items())
@@ -147,24 +223,39 @@ class WeightFiles:
     def check_all_read(self, *, ignore: Iterable[str] = ()) -> None:
         """Check that every tensor has been read: an unread one means that the config does not fit the weights.
 
+        Some quantisers write a bias of zeros for layers that have none. It changes nothing and is no error.
+
         Args:
             ignore: suffixes of tensor names that the forward pass does not need.
 
         Raises:
             ConfigError: tensors were not read. Names up to five of them, with their shapes.
         """
-        extra = sorted(name for name in self._home if name not in self._read and not name.endswith(tuple(ignore)))
+        is_quantised = self.quantization is not None
+        ignored = (*ignore, *(IGNORED if is_quantised else ()))
+        extra = sorted(name for name in self._home if name not in self._read and not name.endswith(ignored))
+        if is_quantised:
+            extra = [name for name in extra if not (name.endswith(".bias") and self._is_zero(name))]
         if extra:
             some = ", ".join(f"{name} {self._home[name].get_slice(name).get_shape()}" for name in extra[:5])
             raise ConfigError(
                 f"model: {self.folder} holds {len(extra)} tensors that config.json does not imply: {some}"
             )
 
+    def _is_zero(self, name: str) -> bool:
+        return not bool(self.read(name, self.shape_of(name)).any())
+
+    def stored_bytes(self) -> int:
+        """Size of the files."""
+        return sum((self.folder / name).stat().st_size for name in self._files)
+
 
 def _file_names(folder: Path) -> list[str]:
     if (folder / SINGLE_FILE).is_file():
         return [SINGLE_FILE]
     index = folder / INDEX_FILE
+    if not index.is_file() and (folder / GGUF_FILE).is_symlink():
+        return [GGUF_FILE]
     if not index.is_file():
         raise ConfigError(
             f"model: {folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors weights are loaded"
@@ -180,6 +271,8 @@ def _file_names(folder: Path) -> list[str]:
 
 
 def _open(path: Path) -> Any:
+    if path.name == GGUF_FILE:
+        return GGUFTensors(path)
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:

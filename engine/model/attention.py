@@ -6,7 +6,7 @@ computed once per forward (`prepare`), not per layer. Knows nothing of layers, w
 
     cache (one for K, one for V)   [num_blocks, block_size, num_kv_heads, head_dim]
     span s                         q_lens[s] rows, the last of its kv_lens[s] tokens; row j attends to
-                                   tokens [0, kv_lens[s] - q_lens[s] + j]
+                                   tokens [0, kv_lens[s] - q_lens[s] + j], with a window to the last of them
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class Attention(Protocol):
         ...
 
 
-def make_attention(kind: AttentionKind, *, group_size: int, dtype: torch.dtype, device: torch.device) -> Attention:
+def make_attention(
+    kind: AttentionKind, *, group_size: int, dtype: torch.dtype, device: torch.device, window: int = 0
+) -> Attention:
     """An attention implementation.
 
     Args:
@@ -54,6 +56,7 @@ def make_attention(kind: AttentionKind, *, group_size: int, dtype: torch.dtype, 
         group_size: query heads per KV head.
         dtype: dtype of query and cache.
         device: device of query and cache.
+        window: tokens that a row attends to, its own included; 0 means all.
 
     Raises:
         ConfigError: `varlen` or `triton` on a device or dtype that it does not support.
@@ -61,17 +64,24 @@ def make_attention(kind: AttentionKind, *, group_size: int, dtype: torch.dtype, 
     flash = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     if kind in ("varlen", "triton") and not flash:
         raise ConfigError(f"attention: {kind} needs cuda and bfloat16, given {device.type} and {dtype}")
-    if kind == "triton":
+    if kind == "triton" and not window:
         return TritonAttention(group_size=group_size, device=device)
     if kind == "reference":
-        return ReferenceAttention()
-    if kind == "varlen" or (kind == "auto" and flash):
-        return VarlenAttention(device=device)
-    return PaddedAttention(group_size=group_size, dtype=dtype, device=device)
+        return ReferenceAttention(window=window)
+    if kind in ("varlen", "triton") or (kind == "auto" and flash):
+        return VarlenAttention(device=device, window=window)
+    return PaddedAttention(group_size=group_size, dtype=dtype, device=device, window=window)
 
 
 class ReferenceAttention:
-    """The reference: one row and one head at a time, with softmax in float32."""
+    """The reference: one row and one head at a time, with softmax in float32.
+
+    Args:
+        window: tokens that a row attends to, its own included; 0 means all.
+    """
+
+    def __init__(self, *, window: int = 0) -> None:
+        self._window = window
 
     def prepare(self, forward_input: ForwardInput, *, block_size: int) -> ForwardInput:
         del block_size  # The shape of the cache has it.
@@ -91,8 +101,9 @@ class ReferenceAttention:
             values = v_cache[blocks].flatten(0, 1).float()
             for j in range(q_len):
                 num_visible = kv_len - q_len + j + 1
+                first = max(0, num_visible - self._window) if self._window else 0
                 for head in range(num_heads):
-                    scores = keys[:num_visible, head // group] @ query[row, head].float() / head_dim**0.5
-                    out[row, head] = (scores.softmax(0) @ values[:num_visible, head // group]).to(out.dtype)
+                    scores = keys[first:num_visible, head // group] @ query[row, head].float() / head_dim**0.5
+                    out[row, head] = (scores.softmax(0) @ values[first:num_visible, head // group]).to(out.dtype)
                 row += 1
         return out.view(num_rows, num_heads * head_dim)

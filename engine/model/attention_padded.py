@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from msgspec import structs
 
 from engine.core.step import ForwardInput
 
@@ -53,6 +54,7 @@ class PaddedAttention:
         group_size: query heads per KV head.
         dtype: dtype of query and cache.
         device: device of query and cache.
+        window: tokens that a row attends to, its own included; 0 means all. Blocks before the window are not gathered.
     """
 
     SHORT_SPAN = 32
@@ -63,12 +65,15 @@ class PaddedAttention:
     MAX_PADDING = 3072
     """Most padding of a group, in tokens. Computing it costs about as much as two more groups."""
 
-    def __init__(self, *, group_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, *, group_size: int, dtype: torch.dtype, device: torch.device, window: int = 0) -> None:
         self._group_size = group_size
+        self._window = window
         self._dtype = dtype
         self._device = device
 
     def prepare(self, forward_input: ForwardInput, *, block_size: int) -> list[_Group]:
+        if self._window:
+            forward_input = _without_old_blocks(forward_input, self._window, block_size)
         starts = np.cumsum(forward_input.q_lens) - forward_input.q_lens
         return [self._group(forward_input, members, starts, block_size) for members in self._partition(forward_input)]
 
@@ -112,8 +117,9 @@ class PaddedAttention:
         last_seen = kv_lens[:, None] - q_lens[:, None] + offsets  # [B, Q]
         width = -(-kv_len // block_size)
         folded = q_len <= self.SHORT_SPAN
-        causal = not folded and kv_len == q_len
-        full = bool((last_seen == kv_len - 1).all())
+        is_cut = 0 < self._window < kv_len
+        causal = not folded and kv_len == q_len and not is_cut
+        full = bool((last_seen == kv_len - 1).all()) and not is_cut
         return _Group(
             num_spans=len(members),
             q_len=q_len,
@@ -133,7 +139,10 @@ class PaddedAttention:
     def _mask(self, last_seen: np.ndarray[Any, Any], kv_len: int, repeats: int) -> torch.Tensor:
         """[B, 1, Q * repeats, kv_len]: 0 where a row attends to a token, -inf elsewhere."""
         limits = torch.from_numpy(np.repeat(last_seen.astype(np.int64), repeats, axis=1)).to(self._device)
-        hidden = torch.arange(kv_len, device=self._device) > limits[:, None, :, None]
+        tokens, last = torch.arange(kv_len, device=self._device), limits[:, None, :, None]
+        hidden = tokens > last
+        if self._window:
+            hidden |= tokens <= last - self._window
         return torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, float("-inf"))
 
     def _attend_group(
@@ -171,6 +180,22 @@ class PaddedAttention:
         tokens = cache.view(num_blocks, -1).index_select(0, group.blocks)
         tokens = tokens.view(group.num_spans, -1, num_kv_heads, head_dim)
         return tokens[:, : group.kv_len].transpose(1, 2)
+
+
+def _without_old_blocks(forward_input: ForwardInput, window: int, block_size: int) -> ForwardInput:
+    """The forward input without the leading blocks of each span that are before the window of its first row.
+
+    Attention depends on the distance between tokens only, so a span whose first blocks are left out is a shorter one.
+    """
+    before = forward_input.kv_lens - forward_input.q_lens - window + 1
+    first = np.maximum(before, 0) // block_size  # [S]
+    width = forward_input.block_tables.shape[1]
+    columns = np.minimum(first[:, None] + np.arange(width)[None, :], width - 1)
+    return structs.replace(
+        forward_input,
+        kv_lens=forward_input.kv_lens - first * block_size,
+        block_tables=np.take_along_axis(forward_input.block_tables, columns, axis=1),
+    )
 
 
 def _batched_products(

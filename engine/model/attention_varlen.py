@@ -30,21 +30,31 @@ class _Varlen:
     max_q: int
     max_kv: int
 
-    @property
-    def window(self) -> tuple[int, int]:
-        """Causal, except that a single row sees all tokens anyway. FlashAttention 2 splits the KV length and packs the
-        query heads of a group only for one row and an unlimited window."""
+    def limits(self, window: int) -> tuple[int, int]:
+        """Tokens before and after a row's own that it attends to, -1 without a limit.
+
+        Causal, except that a single row sees all tokens anyway. FlashAttention 2 splits the KV length and packs the
+        query heads of a group only for one row and an unlimited window.
+        """
+        if window:
+            return window - 1, 0
         return (-1, -1) if self.max_q == 1 else (-1, 0)
 
 
 class VarlenAttention:
-    """PyTorch's paged flash attention: the same call for prefill, decode and verify."""
+    """PyTorch's paged flash attention: the same call for prefill, decode and verify.
 
-    def __init__(self, *, device: torch.device) -> None:
+    Args:
+        device: of query and cache.
+        window: tokens that a row attends to, its own included; 0 means all.
+    """
+
+    def __init__(self, *, device: torch.device, window: int = 0) -> None:
         from torch.nn.attention.varlen import varlen_attn
 
         self._varlen_attn = varlen_attn
         self._device = device
+        self._window = window
 
     def prepare(self, forward_input: ForwardInput, *, block_size: int) -> _Varlen:
         max_kv = int(forward_input.kv_lens.max())
@@ -77,7 +87,7 @@ class VarlenAttention:
             prepared.cu_kv,
             prepared.max_q,
             prepared.max_kv,
-            window_size=prepared.window,
+            window_size=prepared.limits(self._window),
             enable_gqa=True,
             seqused_k=prepared.kv_lens,
             block_table=prepared.block_tables,

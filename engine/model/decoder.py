@@ -1,14 +1,15 @@
-"""The decoder of Llama, Mistral, Qwen2 and Qwen3 models, in one forward pass.
+"""The decoder of all model families, in one forward pass.
 
-Owns the order of operations in a layer and in the whole model, for one tensor-parallel shard. The families differ only
-in which weights are present (biases, q/k norm). Knows nothing of files, blocks or requests: the forward input says
-where K and V go, and `engine.model.attention` computes attention.
+Owns the order of operations in a layer and in the whole model, for one tensor-parallel shard. The families differ in
+which weights are present (biases, norms, experts) and in the windows and rotations of their layers. Knows nothing of
+files, blocks or requests: the forward input says where K and V go, and `engine.model.attention` computes attention.
 
 Shapes: N rows, R logit rows; H query heads, G KV heads and D head_dim of this shard.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from engine.core.step import ForwardInput, ForwardResult
 from engine.model.attention import Attention
 from engine.model.collectives import Collectives
 from engine.model.device import Compute
-from engine.model.layers import Linear, RmsNorm
+from engine.model.layers import Block, GatedMlp, Linear, RmsNorm
 from engine.model.rope import Rope, Rotation
 from engine.sampling.staging import to_device
 
@@ -47,8 +48,8 @@ class Inputs:
     """[N] int64 KV slot of each row: block_id * block_size + offset."""
     logit_rows: torch.Tensor
     """[R] int64 indices of the rows with logits."""
-    attention: Any
-    """Result of `Attention.prepare`."""
+    attention: dict[int, Any]
+    """Results of `Attention.prepare`, by window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +63,26 @@ class Layer:
     k_norm: RmsNorm | None
     o: Linear
     mlp_norm: RmsNorm
-    gate: Linear
-    up: Linear
-    down: Linear
+    mlp: Block
+    o_norm: RmsNorm | None = None
+    """Norm of the output of attention; None if it has none."""
+    output_norm: RmsNorm | None = None
+    """Norm of the output of the MLP; None if it has none."""
+    window: int = 0
+    """Tokens that a row attends to, its own included; 0 means all."""
+    is_local: bool = False
+    """Whether it has the rotation of the local layers."""
+
+
+def dense_mlp(layer: Layer) -> GatedMlp:
+    """The MLP of a layer without experts.
+
+    Raises:
+        TypeError: it has experts.
+    """
+    if not isinstance(layer.mlp, GatedMlp):
+        raise TypeError("a layer of experts has no dense MLP")
+    return layer.mlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +107,7 @@ class Decoder:
         weights: of this shard.
         compute: device and dtype.
         collectives: connects the shards.
-        attention: computes attention over the KV cache.
+        attention: computes attention over the KV cache, for each window of a layer.
         feature_layers: layers whose outputs a forward also returns, ascending.
     """
 
@@ -103,7 +121,7 @@ class Decoder:
         compute: Compute,
         *,
         collectives: Collectives,
-        attention: Attention,
+        attention: Mapping[int, Attention],
         feature_layers: tuple[int, ...],
     ) -> None:
         self.config = config
@@ -112,14 +130,18 @@ class Decoder:
         self.device = compute.device
         self.draft_vocab = weights.draft_vocab
         self._attention = attention
+        # Rounded to the dtype of the model first, as `transformers` does.
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
         self._collectives = collectives
         self.feature_layers = feature_layers
         self._weights = weights
         self._rope = Rope(config, dtype=self.dtype, device=self.device)
+        has_local = config.local_rope_theta is not None
+        self._local_rope = Rope(config, dtype=self.dtype, device=self.device, is_local=True) if has_local else None
         self._head_columns = self.shard.parts(self.logit_width)
-        heads = self.shard.kv_heads(config)
-        self.num_kv_heads = heads.stop - heads.start
-        self._num_heads = self.num_kv_heads * (config.num_heads // config.num_kv_heads)
+        heads, kv_heads = self.shard.query_heads(config), self.shard.kv_heads(config)
+        self.num_kv_heads = kv_heads.stop - kv_heads.start
+        self._num_heads = heads.stop - heads.start
 
     @property
     def embedding(self) -> torch.Tensor:
@@ -145,18 +167,23 @@ class Decoder:
             ShardDown: another shard is gone or hung.
         """
         inputs = self._inputs(forward_input, block_size=caches[0].keys.shape[1])
-        hidden = F.embedding(inputs.token_ids, self._weights.embedding) if embedded is None else embedded
+        hidden = self._embed(inputs.token_ids) if embedded is None else embedded
         rotation = self._rope.at(inputs.positions)
+        local = rotation if self._local_rope is None else self._local_rope.at(inputs.positions)
         features = []
         for index, (layer, cache) in enumerate(zip(self._weights.layers, caches, strict=True)):
-            hidden = self._attend(layer, hidden, rotation, cache, inputs)
-            hidden = self._mlp(layer, hidden)
+            hidden = self._attend(layer, hidden, local if layer.is_local else rotation, cache, inputs)
+            hidden = self._residual(layer.mlp, layer.mlp_norm(hidden), hidden, layer.output_norm)
             if index in self.feature_layers:
                 features.append(hidden)
         return ForwardResult(
             logits=self._logits(hidden, inputs.logit_rows),
             hidden=torch.cat(features, dim=1) if features else None,
         )
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        hidden = F.embedding(token_ids, self._weights.embedding)
+        return hidden if self.config.embedding_scale == 1.0 else hidden * self._embedding_scale
 
     def _inputs(self, forward_input: ForwardInput, *, block_size: int) -> Inputs:
         source = forward_input
@@ -167,7 +194,10 @@ class Decoder:
             positions=positions,
             slots=slots,
             logit_rows=logit_rows,
-            attention=self._attention.prepare(forward_input, block_size=block_size),
+            attention={
+                window: attention.prepare(forward_input, block_size=block_size)
+                for window, attention in self._attention.items()
+            },
         )
 
     def _attend(
@@ -184,16 +214,21 @@ class Decoder:
             query, key = rotated[:, :heads], rotated[:, heads:]
         cache.keys.view(-1, kv_heads, head_dim).index_copy_(0, inputs.slots, key)
         cache.values.view(-1, kv_heads, head_dim).index_copy_(0, inputs.slots, qkv[:, heads + kv_heads :])
-        context = self._attention.attend(query, cache.keys, cache.values, inputs.attention)  # [N, H * D]
-        return self._residual(layer.o, context, hidden)
+        context = self._context(layer, query, cache, inputs)
+        return self._residual(layer.o, context, hidden, layer.o_norm)
 
-    def _mlp(self, layer: Layer, hidden: torch.Tensor) -> torch.Tensor:
-        x = layer.mlp_norm(hidden)
-        return self._residual(layer.down, layer.up.times(x, layer.gate.silu(x)), hidden)
+    def _context(self, layer: Layer, query: torch.Tensor, cache: LayerCache, inputs: Inputs) -> torch.Tensor:
+        """Attention of a layer, [N, H * D]."""
+        window = layer.window
+        return self._attention[window].attend(query, cache.keys, cache.values, inputs.attention[window])
 
-    def _residual(self, linear: Linear, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden + the sum of linear(x) over all shards. Rank 0 adds the residual and the bias."""
-        out = linear.plus(x, hidden) if self.shard.rank == 0 else linear(x)
+    def _residual(self, block: Block, x: torch.Tensor, hidden: torch.Tensor, norm: RmsNorm | None) -> torch.Tensor:
+        """hidden + the sum of block(x) over all shards, with its norm. Rank 0 adds the residual and the bias."""
+        if norm is not None:
+            out = block(x)
+            self._collectives.all_reduce(out)
+            return hidden + norm(out)
+        out = block.plus(x, hidden) if self.shard.rank == 0 else block(x)
         self._collectives.all_reduce(out)
         return out
 

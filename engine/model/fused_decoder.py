@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from engine.core.step import ForwardInput, ForwardResult
 from engine.kernels.elementwise import add_rms_norm, silu_mul
 from engine.kernels.rope_cache import rope_cache
-from engine.model.decoder import Decoder, Inputs, Layer, LayerCache
+from engine.model.decoder import Decoder, Inputs, Layer, LayerCache, dense_mlp
 from engine.model.rope import Rotation
 
 
@@ -53,14 +53,15 @@ class FusedDecoder(Decoder):
             *(qkv, rotation.cos, rotation.sin, inputs.slots, cache.keys, cache.values),
             *(q_weight, k_weight, self.config.rms_norm_eps),
         )
-        context = self._attention.attend(qkv[:, :heads], cache.keys, cache.values, inputs.attention)
+        context = self._context(layer, qkv[:, :heads], cache, inputs)
         return self._summed(layer.o(context))
 
     def _mlp_delta(self, layer: Layer, normed: torch.Tensor) -> torch.Tensor:
         """What the MLP adds to the residual, summed over the shards."""
-        gate = layer.gate(normed)
-        silu_mul(gate, layer.up(normed))
-        return self._summed(layer.down(gate))
+        mlp = dense_mlp(layer)
+        gate = mlp.gate(normed)
+        silu_mul(gate, mlp.up(normed))
+        return self._summed(mlp.down(gate))
 
     def _summed(self, out: torch.Tensor) -> torch.Tensor:
         self._collectives.all_reduce(out)

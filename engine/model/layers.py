@@ -1,4 +1,4 @@
-"""Building blocks of a decoder layer: linear layers and RMSNorm.
+"""Building blocks of a decoder layer: linear layers, RMSNorm, the gated MLP and its mixture of experts.
 
 Owns the choice of implementation. For bf16 on a CPU, `PackedLinear` reorders the weight once for oneDNN, which gives
 about twice the memory bandwidth of `F.linear` at few rows, and `RmsNorm` runs through the faster LayerNorm kernel.
@@ -7,14 +7,17 @@ Everywhere else, and as the reference in tests, both use plain PyTorch operators
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 
+from engine.checkpoint.families import Activation
+
 LinearKind = Literal["auto", "reference"]
 
-_NONE, _SILU = "none", "swish"
+_NONE, _SILU, _GELU = "none", "swish", "gelu"
 
 
 class Linear(Protocol):
@@ -26,6 +29,10 @@ class Linear(Protocol):
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
         """silu(x W^T + b)."""
+        ...
+
+    def gelu_tanh(self, x: torch.Tensor) -> torch.Tensor:
+        """gelu(x W^T + b), in its tanh approximation."""
         ...
 
     def times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -55,6 +62,9 @@ class PlainLinear:
     def silu(self, x: torch.Tensor) -> torch.Tensor:
         return F.silu(self(x), inplace=True)
 
+    def gelu_tanh(self, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(self(x), approximate="tanh")
+
     def times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return self(x).mul_(other)
 
@@ -82,6 +92,10 @@ class PackedLinear:
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self._unary(x, self._weight, self._bias, _SILU, [], "")
+        return y
+
+    def gelu_tanh(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self._unary(x, self._weight, self._bias, _GELU, [], "tanh")
         return y
 
     def times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -134,3 +148,75 @@ class RmsNorm:
             return F.rms_norm(x, (size,), self.weight, self._eps)
         mirrored = F.layer_norm(torch.cat((x, x.neg()), -1), (2 * size,), self._doubled, None, self._eps)
         return mirrored[..., :size].contiguous()
+
+
+class Block(Protocol):
+    """A part of a layer whose output is added to the residual: [N, hidden] -> [N, hidden]."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The output."""
+        ...
+
+    def plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """The output + other."""
+        ...
+
+
+class GatedMlp:
+    """down(activation(gate(x)) * up(x)).
+
+    Args:
+        gate, up: hidden -> intermediate.
+        down: intermediate -> hidden.
+        activation: of the gate.
+    """
+
+    def __init__(self, gate: Linear, up: Linear, down: Linear, *, activation: Activation = "silu") -> None:
+        self.gate, self.up, self.down = gate, up, down
+        self._activation = activation
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self._inner(x))
+
+    def plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return self.down.plus(self._inner(x), other)
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        gated = self.gate.silu(x) if self._activation == "silu" else self.gate.gelu_tanh(x)
+        return self.up.times(x, gated)
+
+
+class Experts:
+    """A mixture of experts. Each row is computed by its `per_token` experts with the highest scores.
+
+    The rows of one expert are one product, so a forward reads the weights of every expert that some row wakes.
+
+    Args:
+        router: hidden -> one score per expert.
+        experts: by number.
+        per_token: experts of each row.
+        normalise: whether the weights of a row's experts are scaled to add up to 1.
+    """
+
+    def __init__(self, router: Linear, experts: Sequence[GatedMlp], *, per_token: int, normalise: bool) -> None:
+        self._router = router
+        self._experts = experts
+        self._per_token = per_token
+        self._normalise = normalise
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._add_to(torch.zeros_like(x), x)
+
+    def plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return self._add_to(other.clone(), x)
+
+    def _add_to(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        probs = self._router(x).float().softmax(-1)  # [N, experts]
+        weights, chosen = probs.topk(self._per_token, dim=-1)  # [N, per_token]
+        if self._normalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        for number in sorted(set(chosen.flatten().tolist())):
+            rows, place = (chosen == number).nonzero(as_tuple=True)
+            result = self._experts[number](x.index_select(0, rows)) * weights[rows, place, None]
+            out.index_add_(0, rows, result.to(out.dtype))
+        return out

@@ -7,6 +7,8 @@ of tensors are in `engine.model.shard_weights`.
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +43,7 @@ def load_model(
     collectives: Collectives | None = None,
     target_folder: Path | None = None,
     feature_layers: tuple[int, ...] = (),
+    max_model_len: int | None = None,
 ) -> Model:
     """Load one shard of a model.
 
@@ -52,14 +55,16 @@ def load_model(
         collectives: connects the shards and gives the rank to load; None loads a whole model on one device.
         target_folder: source of the embedding of a draft that shares its target's.
         feature_layers: layers whose outputs a forward also returns, ascending.
+        max_model_len: longest prompt and output that will be served; None means the model's limit.
 
     Raises:
-        ConfigError: the model's family is not supported, there are more shards than KV heads, or `kernel` is `native`
-            and does not support this model or machine.
+        ConfigError: the model's family is not supported, it cannot be divided into so many shards, or `kernel` is
+            `native` or `triton` and does not support this model or machine.
     """
+    config = ModelConfig.load(folder).for_context(max_model_len)
     return _load_decoder(
-        ModelConfig.load(folder),
-        WeightFiles(folder),
+        config,
+        WeightFiles(folder, config.quantization),
         Compute(dtype, torch.device(device), kernel),
         collectives=collectives or Solo(),
         target_folder=target_folder,
@@ -84,6 +89,7 @@ def load_draft(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
     kernel: KernelKind = "auto",
+    max_model_len: int | None = None,
 ) -> LoadedDraft:
     """Load a draft for a target. The other arguments are those of `load_model`.
 
@@ -94,8 +100,8 @@ def load_draft(
     Raises:
         ConfigError: the draft does not fit the target (names the field and both values), or a reason of `load_model`.
     """
-    config = check_draft(folder, target_folder)
-    files = WeightFiles(folder)
+    config = check_draft(folder, target_folder).for_context(max_model_len)
+    files = WeightFiles(folder, config.quantization)
     compute = Compute(dtype, torch.device(device), kernel)
     head = None
     if config.architecture == "eagle":
@@ -130,18 +136,33 @@ def _load_decoder(
     shard = ShardSpec(collectives.rank, collectives.size)
     shard.kv_heads(config)  # Refuses too many shards before any file is read.
     native = compute.kernel in ("auto", "native") and _supports_native(config, compute, shard)
-    loader = Loader(config, files, compute, shard=shard, linear="reference" if native else compute.layers)
+    loader = Loader(
+        config,
+        files,
+        compute,
+        shard=shard,
+        linear="reference" if native else compute.layers,
+        on_layer=LoadProgress(files, config.num_layers),
+    )
     with torch.inference_mode():
         weights = loader.decoder(target_folder)
+        _report_dequantised(files, compute)
         if native:
             return NativeDecoder(config, weights, feature_layers=feature_layers, num_threads=torch.get_num_threads())
         fused = compute.kernel == "triton"
-        attention = make_attention(
-            "triton" if fused else compute.layers,
-            group_size=config.num_heads // config.num_kv_heads,
-            dtype=compute.dtype,
-            device=compute.device,
-        )
+        if fused and config.beyond_llama is not None:
+            raise ConfigError(f"kernel: triton does not compute {config.beyond_llama}; allowed: auto, torch")
+        heads, kv_heads = shard.query_heads(config), shard.kv_heads(config)
+        attention = {
+            window: make_attention(
+                "triton" if fused else compute.layers,
+                group_size=(heads.stop - heads.start) // (kv_heads.stop - kv_heads.start),
+                dtype=compute.dtype,
+                device=compute.device,
+                window=window,
+            )
+            for window in set(config.windows or (0,))
+        }
         decoder = Decoder
         if fused:
             from engine.model.fused_decoder import FusedDecoder  # Imports Triton, which only GPUs need.
@@ -150,6 +171,49 @@ def _load_decoder(
         return decoder(
             config, weights, compute, collectives=collectives, attention=attention, feature_layers=feature_layers
         )
+
+
+class LoadProgress:
+    """Logs how far a long load is: bytes read and time left, at most once every `PERIOD_S` seconds.
+
+    Args:
+        files: that are read.
+        num_layers: of the model.
+        clock: returns seconds.
+    """
+
+    PERIOD_S = 5.0
+
+    def __init__(self, files: WeightFiles, num_layers: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._files = files
+        self._num_layers = num_layers
+        self._clock = clock
+        self._begin = self._last = clock()
+
+    def __call__(self, done: int) -> None:
+        """So many layers are read."""
+        now = self._clock()
+        if now - self._last < self.PERIOD_S or done == self._num_layers:
+            return
+        self._last = now
+        left_s = (now - self._begin) * (self._num_layers - done) / done
+        read = self._files.read_bytes / 1e9
+        _log.info("loading: %d of %d layers, %.1f GB read, about %.0f s left", done, self._num_layers, read, left_s)
+
+
+def _report_dequantised(files: WeightFiles, compute: Compute) -> None:
+    """Log what was made of quantised weights, with the bytes of the files and in memory."""
+    if files.packing is None:
+        return
+    asked = files.quantization is not None and files.quantization.quantises_activations
+    _log.info(
+        "quantised weights (%s) are dequantised once to %s: %.3f GB in the files, %.3f GB in memory%s",
+        files.packing,
+        str(compute.dtype).removeprefix("torch."),
+        files.stored_bytes() / 1e9,
+        files.dequantised_bytes / 1e9,
+        "; activations and the KV cache stay unquantised" if asked else "",
+    )
 
 
 def _supports_native(config: ModelConfig, compute: Compute, shard: ShardSpec) -> bool:

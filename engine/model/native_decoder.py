@@ -17,10 +17,10 @@ import torch
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights import WHOLE
 from engine.core.step import ForwardInput, ForwardResult
-from engine.model.decoder import DecoderWeights, Layer, LayerCache
+from engine.model.decoder import DecoderWeights, Layer, LayerCache, dense_mlp
 from engine.model.layers import PlainLinear
 from engine.model.native import LayerWeights, NativeForward, NativeUnavailable, Shape, load_library
-from engine.model.rope import inverse_frequencies
+from engine.model.rope import attention_factor, inverse_frequencies
 
 TILE = 16
 """Tokens per tile of the KV cache. The block size is a multiple of it."""
@@ -32,8 +32,10 @@ def check_native(config: ModelConfig) -> None:
     """Check that the library supports the sizes of a model.
 
     Raises:
-        NativeUnavailable: a size is not a multiple of the SIMD width.
+        NativeUnavailable: a size is not a multiple of the SIMD width, or the model has more than a plain Llama.
     """
+    if config.beyond_llama is not None:
+        raise NativeUnavailable(f"it does not compute {config.beyond_llama}")
     for name, value, step in (
         ("hidden_size", config.hidden_size, 32),
         ("intermediate_size", config.intermediate_size, 32),
@@ -75,6 +77,7 @@ class NativeDecoder:
         self.embedding = weights.embedding
         self._vectors: list[Any] = []
         self._inverse_freq = inverse_frequencies(config)
+        self._rope_factor = attention_factor(config)
         self._feature_layers = np.array(feature_layers, np.int32)
         self._addresses: tuple[list[LayerCache], Any, Any] | None = None
         shape = Shape(
@@ -104,7 +107,7 @@ class NativeDecoder:
         """As `Decoder.forward`. The result of a row does not depend on the other rows of the forward."""
         keys, values = self._cache_addresses(caches)
         angles = torch.from_numpy(forward_input.positions)[:, None].float() * self._inverse_freq  # [N, head_dim / 2]
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = angles.cos() * self._rope_factor, angles.sin() * self._rope_factor
         if embedded is not None:
             embedded = embedded.to(torch.bfloat16).contiguous()
         num_rows, num_logits = len(forward_input.token_ids), len(forward_input.logit_rows)
@@ -144,7 +147,8 @@ class NativeDecoder:
         return self._addresses[1:]
 
     def _layer(self, layer: Layer) -> LayerWeights:
-        qkv, o, gate, up, down = (_plain(part) for part in (layer.qkv, layer.o, layer.gate, layer.up, layer.down))
+        mlp = dense_mlp(layer)
+        qkv, o, gate, up, down = (_plain(part) for part in (layer.qkv, layer.o, mlp.gate, mlp.up, mlp.down))
         half, depth = WIDE * TILE // 2, gate.weight.shape[1]
         both = torch.stack((gate.weight.view(-1, half, depth), up.weight.view(-1, half, depth)), 1).view(-1, depth)
         return LayerWeights(

@@ -1,11 +1,13 @@
 """Building one shard's weights from a model folder.
 
-Owns the tensor names of Hugging Face checkpoints, and the part of each tensor that a shard takes: whole KV groups of q,
-k, v and o, a part of the MLP's intermediate units, a part of the head's rows, all of the embedding and the norms.
+Owns the tensor names of Hugging Face checkpoints, and the part of each tensor that a shard takes: heads of q, k, v and
+o, a part of the intermediate units of the MLP and of each expert, a part of the head's rows, all of the embedding, the
+norms and the routers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,7 +18,7 @@ from engine.errors import ConfigError
 from engine.model.decoder import DecoderWeights, Layer
 from engine.model.device import Compute
 from engine.model.eagle_head import EagleHead
-from engine.model.layers import Linear, LinearKind, RmsNorm, make_linear
+from engine.model.layers import Block, Experts, GatedMlp, Linear, LinearKind, RmsNorm, make_linear
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -34,16 +36,25 @@ class Loader:
         compute: device and dtype of the weights.
         shard: the shard to read.
         linear: kind of the linear layers and norms to build.
+        on_layer: called after each layer with the number of layers read so far.
     """
 
     def __init__(
-        self, config: ModelConfig, files: WeightFiles, compute: Compute, *, shard: ShardSpec, linear: LinearKind
+        self,
+        config: ModelConfig,
+        files: WeightFiles,
+        compute: Compute,
+        *,
+        shard: ShardSpec,
+        linear: LinearKind,
+        on_layer: Callable[[int], None] | None = None,
     ) -> None:
         self._config = config
         self._files = files
         self._compute = compute
         self._shard = shard
         self._linear = linear
+        self._on_layer = on_layer
 
     def decoder(self, target_folder: Path | None) -> DecoderWeights:
         """Read the decoder. All tensors of the folder must have been read then.
@@ -56,13 +67,17 @@ class Loader:
         """
         config = self._config
         embedding = self._embedding(target_folder)
-        layers = tuple(self._layer(f"model.layers.{index}.") for index in range(config.num_layers))
+        layers = []
+        for index in range(config.num_layers):
+            layers.append(self._layer(index))
+            if self._on_layer is not None:
+                self._on_layer(index + 1)
         final_norm = self._norm("model.norm.weight", config.hidden_size)
         head = self._head(embedding)
         draft_vocab = self._draft_vocab()
         tied = (HEAD,) if config.tie_word_embeddings else ()
         self._files.check_all_read(ignore=_IGNORED + tied)
-        return DecoderWeights(embedding, layers, final_norm, head, draft_vocab)
+        return DecoderWeights(embedding, tuple(layers), final_norm, head, draft_vocab)
 
     def eagle_head(self) -> EagleHead:
         """Read the input projections of an EAGLE draft. Must be called before `decoder`.
@@ -76,7 +91,7 @@ class Loader:
         token, _ = self._part("eagle.token", (hidden, hidden), bias=False)
         carry, _ = self._part("eagle.carry", (hidden, hidden), bias=False)
         return EagleHead(
-            feature_norm=self._to(self._files.read_float("eagle.feature_norm.weight", (num_layers, hidden))),
+            feature_norm=self._read("eagle.feature_norm.weight", (num_layers, hidden)),
             fuse=self._make(fuse, None),
             token_norm=self._norm("eagle.token_norm.weight", hidden),
             token=self._make(token, None),
@@ -92,47 +107,83 @@ class Loader:
                 raise ConfigError(
                     f"draft: {files.folder} shares the target's embedding, but no target folder was given"
                 )
-            files = WeightFiles(target_folder)
-        return self._to(files.read_float(EMBEDDING, (config.vocab_size, config.hidden_size)))
+            files = WeightFiles(target_folder, ModelConfig.load(target_folder).quantization)
+        return self._read(EMBEDDING, (config.vocab_size, config.hidden_size), files=files)
 
-    def _layer(self, prefix: str) -> Layer:
-        config = self._config
+    def _layer(self, index: int) -> Layer:
+        config, prefix = self._config, f"model.layers.{index}."
         hidden, dim = config.hidden_size, config.head_dim
-        groups = self._shard.kv_heads(config)
-        fold = config.num_heads // config.num_kv_heads
-        kv = slice(groups.start * dim, groups.stop * dim)
-        query = slice(kv.start * fold, kv.stop * fold)
-        inner = self._shard.part(config.intermediate_size)
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        parts = [
-            self._part(attention + name, (heads * dim, hidden), rows=rows, bias=config.qkv_bias)
-            for name, heads, rows in (
-                ("q_proj", config.num_heads, query),
-                ("k_proj", config.num_kv_heads, kv),
-                ("v_proj", config.num_kv_heads, kv),
-            )
-        ]
+        attention = prefix + "self_attn."
+        query = _scaled(self._shard.query_heads(config), dim)
+        names = ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+        before = names[1] if config.output_norms else names[0]
         return Layer(
             input_norm=self._norm(prefix + "input_layernorm.weight", hidden),
-            qkv=self._make(
-                torch.cat([weight for weight, _ in parts]),
-                torch.cat([bias for _, bias in parts if bias is not None]) if config.qkv_bias else None,
-            ),
-            q_norm=self._norm(attention + "q_norm.weight", dim) if config.qk_norm else None,
+            qkv=self._qkv(attention),
+            q_norm=self._norm(attention + "q_norm.weight", dim, scale=config.query_scale) if config.qk_norm else None,
             k_norm=self._norm(attention + "k_norm.weight", dim) if config.qk_norm else None,
             o=self._make(
                 *self._part(attention + "o_proj", (hidden, config.num_heads * dim), cols=query, bias=config.o_bias)
             ),
-            mlp_norm=self._norm(prefix + "post_attention_layernorm.weight", hidden),
-            gate=self._make(
-                *self._part(mlp + "gate_proj", (config.intermediate_size, hidden), rows=inner, bias=config.mlp_bias)
-            ),
-            up=self._make(
-                *self._part(mlp + "up_proj", (config.intermediate_size, hidden), rows=inner, bias=config.mlp_bias)
-            ),
-            down=self._make(
-                *self._part(mlp + "down_proj", (hidden, config.intermediate_size), cols=inner, bias=config.mlp_bias)
-            ),
+            o_norm=self._norm(f"{prefix}{names[0]}.weight", hidden) if config.output_norms else None,
+            mlp_norm=self._norm(f"{prefix}{before}.weight", hidden),
+            mlp=self._mlp(index, prefix),
+            output_norm=self._norm(f"{prefix}{names[2]}.weight", hidden) if config.output_norms else None,
+            window=config.windows[index] if config.windows else 0,
+            is_local=config.local_rope_theta is not None and index in config.local_layers,
+        )
+
+    def _qkv(self, prefix: str) -> Linear:
+        """Query, key and value heads of this shard as one layer. Phi-3 stores them as one tensor."""
+        config = self._config
+        dim, hidden = config.head_dim, config.hidden_size
+        query, kv = (_scaled(heads(config), dim) for heads in (self._shard.query_heads, self._shard.kv_heads))
+        rows_q, rows_kv = config.num_heads * dim, config.num_kv_heads * dim
+        if config.fused_projections:
+            shape = (rows_q + 2 * rows_kv, hidden)
+            places = [query, _shifted(kv, rows_q), _shifted(kv, rows_q + rows_kv)]
+            parts = [self._part(prefix + "qkv_proj", shape, rows=rows, bias=config.qkv_bias) for rows in places]
+        else:
+            parts = [
+                self._part(prefix + name, (size, hidden), rows=rows, bias=config.qkv_bias)
+                for name, size, rows in (("q_proj", rows_q, query), ("k_proj", rows_kv, kv), ("v_proj", rows_kv, kv))
+            ]
+        biases = [bias for _, bias in parts if bias is not None]
+        return self._make(torch.cat([weight for weight, _ in parts]), torch.cat(biases) if biases else None)
+
+    def _mlp(self, index: int, prefix: str) -> Block:
+        """The MLP of a layer, or its experts."""
+        config, experts = self._config, self._config.experts
+        if experts is None or index in experts.dense_layers:
+            return self._gated(prefix + "mlp.", ("gate_proj", "up_proj", "down_proj"), config.intermediate_size)
+        is_mixtral = config.family == "mixtral"
+        block = prefix + ("block_sparse_moe." if is_mixtral else "mlp.")
+        names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+        router = self._read(block + "gate.weight", (experts.num_experts, config.hidden_size))
+        return Experts(
+            self._make(router, None),
+            [
+                self._gated(f"{block}experts.{number}.", names, experts.intermediate_size)
+                for number in range(experts.num_experts)
+            ],
+            per_token=experts.per_token,
+            normalise=experts.normalise,
+        )
+
+    def _gated(self, prefix: str, names: tuple[str, str, str], size: int) -> GatedMlp:
+        """A gated MLP of `size` intermediate units. Phi-3 stores gate and up as one tensor."""
+        config = self._config
+        hidden, inner = config.hidden_size, self._shard.part(size)
+        gate, up, down = names
+        if config.fused_projections:
+            gate = up = "gate_up_proj"
+        shape = (2 * size if config.fused_projections else size, hidden)
+        up_rows = _shifted(inner, size) if config.fused_projections else inner
+        return GatedMlp(
+            self._make(*self._part(prefix + gate, shape, rows=inner, bias=config.mlp_bias)),
+            self._make(*self._part(prefix + up, shape, rows=up_rows, bias=config.mlp_bias)),
+            self._make(*self._part(prefix + down, (hidden, size), cols=inner, bias=config.mlp_bias)),
+            activation=config.activation,
         )
 
     def _head(self, embedding: torch.Tensor) -> Linear:
@@ -144,7 +195,7 @@ class Loader:
             if config.draft_vocab_size is not None:
                 raise ConfigError("tie_word_embeddings: cannot be true together with draft_vocab_size")
             return self._make(embedding[rows], None)
-        return self._make(self._to(self._files.read_float(HEAD, (width, config.hidden_size), rows=rows)), None)
+        return self._make(self._read(HEAD, (width, config.hidden_size), rows=rows), None)
 
     def _draft_vocab(self) -> torch.Tensor | None:
         config = self._config
@@ -171,19 +222,44 @@ class Loader:
         bias: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias of a linear layer. A layer cut by columns is summed over ranks: only rank 0 adds the bias."""
-        weight = self._to(self._files.read_float(name + ".weight", shape, rows=rows, cols=cols))
+        weight = self._read(name + ".weight", shape, rows=rows, cols=cols)
         if not bias:
             return weight, None
-        vector = self._to(self._files.read_float(name + ".bias", shape[:1], rows=rows))
+        vector = self._read(name + ".bias", shape[:1], rows=rows)
         return weight, vector if cols is None or self._shard.rank == 0 else None
 
-    def _norm(self, name: str, length: int) -> RmsNorm:
-        weight = self._to(self._files.read_float(name, (length,)))
+    def _norm(self, name: str, length: int, *, scale: float = 1.0) -> RmsNorm:
+        """A norm whose weight is `scale` times the stored one, offset included."""
+        offset, compute = self._config.norm_offset, self._compute
+        if offset == 0.0 and scale == 1.0:
+            weight = self._read(name, (length,))
+        else:
+            stored = self._files.read_float(name, (length,), dtype=torch.float32)
+            weight = ((stored.float() + offset) * scale).to(device=compute.device, dtype=compute.dtype)
         return RmsNorm(weight, self._config.rms_norm_eps, fast=self._linear == "auto")
 
     def _make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return make_linear(weight, bias, kind=self._linear)
 
-    def _to(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy on the device, in the compute dtype."""
-        return tensor.to(device=self._compute.device, dtype=self._compute.dtype, copy=True).contiguous()
+    def _read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: slice | None = None,
+        cols: slice | None = None,
+        files: WeightFiles | None = None,
+    ) -> torch.Tensor:
+        """A contiguous copy of a tensor, or of a part of it, on the device and in the compute dtype."""
+        compute = self._compute
+        tensor = (files or self._files).read_float(name, shape, rows=rows, cols=cols, dtype=compute.dtype)
+        return tensor.to(device=compute.device, dtype=compute.dtype, copy=True).contiguous()
+
+
+def _scaled(part: slice, size: int) -> slice:
+    """The elements of a part of units with `size` elements each."""
+    return slice(part.start * size, part.stop * size)
+
+
+def _shifted(part: slice, by: int) -> slice:
+    return slice(part.start + by, part.stop + by)

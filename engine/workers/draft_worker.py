@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.weights import WeightFiles
+from engine.checkpoint.weights import WHOLE, WeightFiles
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.core.step import ForwardInput, ForwardResult
@@ -31,6 +31,7 @@ from engine.model.runner import ModelRunner, kv_bytes_per_token, num_kv_blocks
 from engine.sampling.grammar import Grammars
 from engine.sampling.row_sampling import RowSampling
 from engine.sampling.vocabulary import load_tokenizer_info
+from engine.workers.memory_plan import weight_bytes
 
 _WAIT_PERIOD_S = 0.5
 _SEQUENCE_LEN = 4096
@@ -79,6 +80,7 @@ class DraftWorker:
             dtype=dtype,
             device=self._device,
             kernel=self._config.forward_kernel,
+            max_model_len=self._config.max_model_len,
         )
         self._own_threads = draft.decoder.own_threads
         config = draft.decoder.config
@@ -171,7 +173,11 @@ class DraftWorker:
 
     def _weight_bytes(self, config: ModelConfig, dtype: torch.dtype) -> int:
         """Bytes of the draft's own weights, and of the embedding tables that it makes from the target's."""
-        in_files = WeightFiles(self._folder).num_elements() * dtype.itemsize
+        files = WeightFiles(self._folder, config.quantization)
+        if files.packing is None:
+            in_files = files.num_elements() * dtype.itemsize
+        else:  # A quantised draft is a whole model.
+            in_files = weight_bytes(config, WHOLE, dtype)
         embedding = config.vocab_size * config.hidden_size * dtype.itemsize
         has_table = config.architecture == "eagle" and self._device.type == "cpu"
         return in_files + embedding * (int(config.shares_embedding) + int(has_table))

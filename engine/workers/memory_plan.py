@@ -135,25 +135,19 @@ def gpu_kv_bytes(engine: EngineConfig, model: Model, device: torch.device) -> in
 
 
 def weight_bytes(config: ModelConfig, shard: ShardSpec, dtype: torch.dtype) -> int:
-    """Bytes of the weights of one shard."""
-    groups = shard.kv_heads(config)
-    num_kv = _length(groups)
-    num_heads = num_kv * (config.num_heads // config.num_kv_heads)
-    inner = _length(shard.part(config.intermediate_size))
-    hidden, dim = config.hidden_size, config.head_dim
-    layer: int = hidden * dim * (2 * num_heads + 2 * num_kv) + 3 * hidden * inner + 2 * hidden
-    layer += dim * (num_heads + 2 * num_kv) * int(config.qkv_bias) + 2 * dim * int(config.qk_norm)
-    vocab = config.vocab_size * hidden
-    head = 0 if config.tie_word_embeddings and shard.size == 1 else _length(shard.part(config.vocab_size)) * hidden
-    num_weights: int = config.num_layers * layer + vocab + head + hidden
+    """Bytes of the weights of one shard. Quantised ones are dequantised when they are loaded."""
+    num_weights = config.num_weights(
+        heads=_length(shard.query_heads(config)),
+        kv_heads=_length(shard.kv_heads(config)),
+        part=lambda total: _length(shard.part(total)),
+        has_head=shard.size > 1 or not config.tie_word_embeddings,
+    )
     return num_weights * dtype.itemsize
 
 
 def activation_bytes(engine: EngineConfig, config: ModelConfig, shard: ShardSpec, dtype: torch.dtype) -> int:
     """Upper bound of the bytes that one step holds besides weights and caches."""
-    groups = shard.kv_heads(config)
-    num_kv = _length(groups)
-    num_heads = num_kv * (config.num_heads // config.num_kv_heads)
+    num_kv, num_heads = _length(shard.kv_heads(config)), _length(shard.query_heads(config))
     inner = _length(shard.part(config.intermediate_size))
     qkv = (num_heads + 2 * num_kv) * config.head_dim
     rows = engine.max_step_tokens

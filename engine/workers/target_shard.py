@@ -101,6 +101,7 @@ class TargetShard:
             collectives=self._collectives,
             feature_layers=self.feature_layers,
             kernel=config.forward_kernel,
+            max_model_len=config.max_model_len,
         )
         num_blocks = num_kv_blocks(
             model.config,
@@ -111,8 +112,7 @@ class TargetShard:
             kv_cache_tokens=config.kv_cache_tokens,
             memory_bytes=gpu_kv_bytes(config, model, self.device),
         )
-        max_model_len = min(config.max_model_len or model.config.max_model_len, model.config.max_model_len)
-        return ShardReady(num_blocks + 1, model.config.vocab_size, max_model_len, str(self.device))
+        return ShardReady(num_blocks + 1, model.config.vocab_size, model.config.max_model_len, str(self.device))
 
     def allocate(self, num_blocks: int, max_model_len: int) -> None:
         """Make the KV cache. All shards take the same size.

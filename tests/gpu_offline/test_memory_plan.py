@@ -5,16 +5,21 @@ Weights are compared with the published parameter counts, which are exact.
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from model_shapes import LLAMA_8B, LLAMA_70B, QWEN3_8B
+from tiny_models import write_model
 
 from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.weights import WHOLE
+from engine.checkpoint.weights import WHOLE, ShardSpec, WeightFiles
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.model.device import Compute
+from engine.model.shard_weights import Loader
 from engine.workers.memory_plan import GIB, LEAST_CONTEXT, MemoryPlan, plan_memory, weight_bytes
 
 DRAFT_1B = {"draft": "llama-1b"}
@@ -69,3 +74,32 @@ def test_the_table_adds_up() -> None:
     numbers = [float(line.split()[-2]) for line in found.table().splitlines()]
     assert abs(sum(numbers[:-1]) - numbers[-1]) < 0.1
     assert "draft (10% of the device)" in found.table()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "phi3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_weights_of_every_family_are_those_that_are_loaded(tmp_path: Path, family: str, size: int) -> None:
+    folder = write_model(tmp_path, family, tie_word_embeddings=False)
+    config = ModelConfig.load(folder)
+    compute = Compute(torch.float32, torch.device("cpu"), "reference")
+    for rank in range(size):
+        shard = ShardSpec(rank, size)
+        loader = Loader(config, WeightFiles(folder), compute, shard=shard, linear="reference")
+        assert weight_bytes(config, shard, torch.float32) == loaded_bytes(loader.decoder(None))
+
+
+def loaded_bytes(weights: object) -> int:
+    """Bytes of all tensors in a tree of weights. Tensors that share memory count once."""
+    storages: dict[int, int] = {}
+    pending = [weights]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, torch.Tensor):
+            storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
+        elif isinstance(item, list | tuple):
+            pending += item
+        elif dataclasses.is_dataclass(item):
+            pending += [getattr(item, field.name) for field in dataclasses.fields(item)]
+        elif hasattr(item, "__dict__"):
+            pending += vars(item).values()
+    return sum(storages.values())

@@ -34,9 +34,14 @@ class ShapeFiles:
         return True
 
     def read_float(
-        self, name: str, shape: tuple[int, ...], rows: slice | None = None, cols: slice | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rows: slice | None = None,
+        cols: slice | None = None,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=torch.bfloat16)
+        tensor = torch.empty(shape, dtype=dtype)
         whole = slice(None)
         return tensor[rows or whole] if len(shape) == 1 else tensor[rows or whole, cols or whole]
 
@@ -62,7 +67,7 @@ def fake_decoder(
     fold = config.num_heads // config.num_kv_heads
     attention = make_attention("triton" if fused else "auto", group_size=fold, dtype=torch.bfloat16, device=CUDA)
     decoder = (FusedDecoder if fused else Decoder)(
-        config, weights, compute, collectives=group, attention=attention, feature_layers=feature_layers
+        config, weights, compute, collectives=group, attention={0: attention}, feature_layers=feature_layers
     )
     size = (NUM_BLOCKS, CUDA_PAGE, decoder.num_kv_heads, config.head_dim)
     caches = [

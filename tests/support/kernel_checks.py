@@ -116,7 +116,7 @@ def check_fused_decoder() -> None:
         fold = model.config.num_heads // model.config.num_kv_heads
         attention = make_attention("padded", group_size=fold, dtype=torch.float32, device=compute.device)
         fused = FusedDecoder(
-            model.config, model._weights, compute, collectives=Solo(), attention=attention, feature_layers=(0, 1)
+            model.config, model._weights, compute, collectives=Solo(), attention={0: attention}, feature_layers=(0, 1)
         )
         model.feature_layers = (0, 1)
         results = []

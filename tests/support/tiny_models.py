@@ -52,6 +52,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None, "rope_parameters": {"rope_type": "default", "rope_theta": 700.0}},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 16},
+    "mistral-window": {"sliding_window": 20},
+    "qwen3-window": {"sliding_window": 24, "use_sliding_window": True, "max_window_layers": 1},
+    "gemma3_text": {
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 20,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 9000.0, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    },
+    "phi3": {"partial_rotary_factor": 0.5, "sliding_window": 50},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
 }
 """Config keys of each model. The part of a name before `-` is the model type."""
 
@@ -70,9 +90,11 @@ def write_model(folder: Path, name: str, *, seed: int = 0, max_shard_size: str =
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for key, parameter in model.named_parameters():
             if parameter.dim() == 1:  # Norms start at one and biases at zero, which would hide them.
                 parameter.add_(0.3 * torch.randn_like(parameter))
+            elif ".gate.weight" in key or ".experts." in key:  # Routers start at zero.
+                parameter.copy_(0.15 * torch.randn_like(parameter))
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 

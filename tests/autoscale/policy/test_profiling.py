@@ -31,7 +31,7 @@ class TimedForward:
         )
 
 
-LIMITS = {"block_size": 16, "num_blocks": 400, "max_rows": 256, "max_spans": 64}
+LIMITS = {"block_size": 16, "num_blocks": 400, "max_rows": 256, "max_spans": 64, "vocab_size": 1000}
 
 
 def test_the_profile_sees_rows_and_context() -> None:
@@ -162,6 +162,16 @@ def test_a_cached_table_holds_within_thirty_percent(factor: float, holds: bool) 
 
     assert still_holds(table, forward, **LIMITS, clock=lambda: now_s) is holds
     assert {(1, 32), (16, 128)} == seen
+
+
+def test_rows_have_different_tokens_so_that_they_wake_different_experts() -> None:
+    """An expert costs its weights once, however many rows have it: the table must grow with the experts awake."""
+    seen: list[ForwardInput] = []
+    profile_target(seen.append, **LIMITS)
+    for forward_input in seen:
+        assert forward_input.token_ids.min() >= 0
+        assert forward_input.token_ids.max() < 1000
+        assert len(set(forward_input.token_ids.tolist())) == len(forward_input.token_ids)
 
 
 def test_other_processes_hardly_disturb_the_profile() -> None:

@@ -131,6 +131,20 @@ def test_float32_doubles_the_weights_and_a_draft_counts(tmp_path: Path) -> None:
         preflight.check_memory(plan, folder, draft, free_bytes=needed - 1)
 
 
+def test_quantised_weights_count_as_they_are_in_memory(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model", 1000)
+    config = json.loads((folder / "config.json").read_text())
+    quantised = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 64}}
+    (folder / "config.json").write_text(json.dumps(config | quantised))
+    plan = settings(engine={"model": str(folder), "kv_cache_tokens": 16})
+    layer = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 128 + 2 * 64
+    weights, cache = 2 * (4 * layer + 64 * 64 + 64), 2 * 4 * 2 * 16 * 2 * 16
+    needed = weights + cache + preflight.PROCESS_BYTES + preflight.SHARD_BYTES
+    preflight.check_memory(plan, folder, None, free_bytes=needed)
+    with pytest.raises(ConfigError, match="memory"):
+        preflight.check_memory(plan, folder, None, free_bytes=needed - 1)
+
+
 class Disk:
     """Free bytes by folder, in place of the machine's."""
 

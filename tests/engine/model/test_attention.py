@@ -36,6 +36,7 @@ def both(
     group_size: int,
     dtype: torch.dtype,
     fast: Any = None,
+    window: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Results of the fast path and of the reference for spans of (rows, context)."""
     totals = [rows + context for rows, context in spans]
@@ -50,8 +51,8 @@ def both(
     cache_shape = (num_blocks, block_size, num_kv_heads, 16)
     keys, values = (torch.randn(cache_shape, generator=generator).to(dtype) for _ in range(2))
     query = torch.randn(len(forward_input.token_ids), num_kv_heads * group_size, 16, generator=generator).to(dtype)
-    fast = fast or make_attention("auto", group_size=group_size, dtype=dtype, device=CPU)
-    slow = ReferenceAttention()
+    fast = fast or make_attention("auto", group_size=group_size, dtype=dtype, device=CPU, window=window)
+    slow = ReferenceAttention(window=window)
     found = fast.attend(query, keys, values, fast.prepare(forward_input, block_size=block_size))
     return found, slow.attend(query, keys, values, slow.prepare(forward_input, block_size=block_size))
 
@@ -63,11 +64,13 @@ def both(
     num_kv_heads=st.integers(1, 3),
     group_size=st.sampled_from([1, 3, 4]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    window=st.sampled_from([0, 0, 1, 7, 40, 200]),
 )
 def test_fast_equals_reference(
-    spans: list[tuple[int, int]], block_size: int, num_kv_heads: int, group_size: int, dtype: torch.dtype
+    spans: list[tuple[int, int]], block_size: int, num_kv_heads: int, group_size: int, dtype: torch.dtype, window: int
 ) -> None:
-    found, expected = both(spans, block_size=block_size, num_kv_heads=num_kv_heads, group_size=group_size, dtype=dtype)
+    sizes = {"block_size": block_size, "num_kv_heads": num_kv_heads, "group_size": group_size}
+    found, expected = both(spans, dtype=dtype, window=window, **sizes)
     assert found.dtype == dtype
     bound = 1e-5 if dtype is torch.float32 else 0.03
     assert (found.float() - expected.float()).abs().max().item() < bound
@@ -98,6 +101,26 @@ def test_a_long_context_does_not_pad_the_short_ones() -> None:
     assert sorted(group.kv_len for group in groups) == [30, 5000]
     gathered = sum(group.blocks.numel() * 16 for group in groups)
     assert gathered < 1.5 * sum(lengths)
+
+
+def test_blocks_before_the_window_are_not_gathered() -> None:
+    attention = PaddedAttention(group_size=3, dtype=torch.float32, device=CPU, window=64)
+    blocks = scattered_blocks([5000], num_blocks=400, block_size=16)[0]
+    groups = attention.prepare(
+        forward_input_of([TokenRange(range(5000), 4998, 5000, blocks)], block_size=16), block_size=16
+    )
+    assert groups[0].blocks.tolist() == blocks[-5:]
+
+
+def test_a_window_of_one_token_is_the_token_itself() -> None:
+    """The reference is right: a row that sees only itself gives its own value."""
+    reference = ReferenceAttention(window=1)
+    values = torch.randn(1, 8, 1, 16)
+    forward_input = forward_input_of([TokenRange(range(8), 3, 8, [0])], block_size=8)
+    found = reference.attend(
+        torch.randn(5, 1, 16), torch.randn(1, 8, 1, 16), values, reference.prepare(forward_input, block_size=8)
+    )
+    torch.testing.assert_close(found, values[0, 3:, 0])
 
 
 def test_varlen_is_refused_where_it_cannot_run() -> None:

@@ -45,6 +45,9 @@ def test_shards_together_are_the_whole_model(tmp_path: Path, size: int) -> None:
         write_model(tmp_path / "biased", "llama-biased", intermediate_size=79),
         write_model(tmp_path / "qwen2", "qwen2"),
         write_model(tmp_path / "qwen3", "qwen3"),
+        write_model(tmp_path / "gemma", "gemma3_text"),
+        write_model(tmp_path / "phi3", "phi3", intermediate_size=83),
+        write_model(tmp_path / "moe", "qwen3_moe", moe_intermediate_size=37),
     ]
     models = [(folder, forward_inputs_for(VOCAB), BLOCK_SIZE) for folder in folders]
     models.append((resolve_model("smollm2", progress=False), forward_inputs_for(49152), BLOCK_SIZE))
@@ -57,13 +60,31 @@ def test_shards_together_are_the_whole_model(tmp_path: Path, size: int) -> None:
             assert np.abs(whole.numpy() - logits).max() < 1e-4, folder
 
 
-def test_more_shards_than_kv_heads_are_refused(tmp_path: Path) -> None:
-    class Rank3of4(Solo):
-        rank, size = 3, 4
+def test_shards_beyond_the_kv_heads_have_copies_of_them(tmp_path: Path) -> None:
+    """Four ranks: two KV heads are on two ranks each, and one KV head is on all."""
+    folders = [
+        write_model(tmp_path / "two", "qwen3", num_attention_heads=8, num_key_value_heads=2),
+        write_model(tmp_path / "one", "phi3", num_attention_heads=4, num_key_value_heads=1),
+    ]
+    found = run_ranks(logits_of_models, 4, [(folder, forward_inputs_for(VOCAB), BLOCK_SIZE) for folder in folders])[0]
+    for folder, logits_of_steps in zip(folders, found, strict=True):
+        runner = ModelRunner(load_model(folder, dtype=torch.float32), num_blocks=128, block_size=BLOCK_SIZE)
+        for forward_input, logits in zip(forward_inputs_for(VOCAB), logits_of_steps, strict=True):
+            whole = runner.forward(forward_input).require_logits()
+            assert np.abs(whole.numpy() - logits).max() < 1e-4, folder
 
+
+@pytest.mark.parametrize("size", [4, 9, 12])
+def test_shards_that_do_not_fit_the_heads_are_refused(tmp_path: Path, size: int) -> None:
+    class LastRank(Solo):
+        rank = size - 1
+
+    LastRank.size = size
     folder = write_model(tmp_path, "llama")
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size: 4 is above the model's 3 KV heads"):
-        load_model(folder, collectives=Rank3of4())
+    with pytest.raises(
+        ConfigError, match=rf"tensor_parallel_size: {size} is above the model's 3 KV heads; a size above"
+    ):
+        load_model(folder, collectives=LastRank())
 
 
 @pytest.mark.parametrize("total", [1, 2, 3, 7, 576, 49152])

@@ -10,9 +10,13 @@ from distill_fakes import write_target
 from tiny_eagle import DRAFT_VOCAB, write_eagle
 from tiny_models import write_model
 
+from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.weights import ShardSpec, WeightFiles
 from engine.errors import ConfigError
 from engine.model.decoder import Decoder
-from engine.model.load import load_draft, load_model
+from engine.model.device import Compute
+from engine.model.load import LoadProgress, load_draft, load_model
+from engine.model.shard_weights import Loader
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -51,3 +55,37 @@ def test_an_eagle_draft_has_a_head_and_returns_its_last_layer(tmp_path: Path) ->
     assert draft.decoder.draft_vocab is not None
     assert torch.equal(draft.decoder.draft_vocab, DRAFT_VOCAB)
     assert draft.decoder.logit_width == len(DRAFT_VOCAB)
+
+
+def test_a_long_load_says_how_far_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = WeightFiles(write_model(tmp_path / "llama", "llama"))
+    files.read_bytes = 2_500_000_000
+    now = [0.0]
+    progress = LoadProgress(files, 10, clock=lambda: now[0])
+    with caplog.at_level("INFO"):
+        for done, seconds in ((1, 2.0), (2, 6.0), (3, 8.0), (4, 12.0), (10, 30.0)):
+            now[0] = seconds
+            progress(done)
+    assert [record.getMessage() for record in caplog.records] == [
+        "loading: 2 of 10 layers, 2.5 GB read, about 24 s left",
+        "loading: 4 of 10 layers, 2.5 GB read, about 18 s left",
+    ]
+
+
+def test_each_rank_reads_its_slices_only(tmp_path: Path) -> None:
+    """The ranks together read each matrix once; embedding, norms and routers are read by every rank."""
+    folder = write_model(tmp_path / "moe", "qwen3_moe", tie_word_embeddings=False)
+    config, compute = ModelConfig.load(folder), Compute(torch.float32, torch.device("cpu"), "reference")
+
+    def bytes_read(rank: int, size: int) -> int:
+        files = WeightFiles(folder)
+        Loader(config, files, compute, shard=ShardSpec(rank, size), linear="reference").decoder(None)
+        return files.read_bytes
+
+    whole = bytes_read(0, 1)
+    size = (folder / "model.safetensors").stat().st_size
+    assert 0.95 * size < whole < size
+    embedding = config.vocab_size * config.hidden_size * 4
+    norms = (3 * (2 * config.hidden_size + 2 * config.head_dim) + config.hidden_size) * 4
+    routers = 2 * 6 * config.hidden_size * 4
+    assert sum(bytes_read(rank, 3) for rank in range(3)) == whole + 2 * (embedding + norms + routers)

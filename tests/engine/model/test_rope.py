@@ -1,14 +1,25 @@
-"""Rotary embedding against its definition: complex rotation of each pair, and the two kinds of scaling."""
+"""Rotary embedding against its definition: complex rotation of each pair, and every kind of scaling.
+
+Promise: beyond the original context, logits within 1e-4 of `transformers` in float32. Dynamic scaling and longrope take
+the frequencies of the served context, which `transformers` takes for a sequence of that length.
+"""
 
 from __future__ import annotations
 
 import math
+import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tiny_models import VOCAB, reference_logits, run_cuts, write_model
 
-from engine.checkpoint.model_config import ModelConfig, RopeScaling
+from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.rope_config import RopeScaling
+from engine.model.load import load_model
 from engine.model.rope import Rope, inverse_frequencies
+from engine.model.runner import ModelRunner
 
 
 def config_of(head_dim: int = 8, theta: float = 100.0, scaling: RopeScaling | None = None) -> ModelConfig:
@@ -75,3 +86,67 @@ def test_llama3_scaling_keeps_short_waves_and_stretches_long_ones() -> None:
         assert after == pytest.approx(before * (share + (1 - share) / 8), rel=1e-5)
         ratios.add("kept" if share == 1 else "stretched" if share == 0 else "between")
     assert ratios == {"kept", "stretched", "between"}
+
+
+FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.0, 2.0, 5.0, 9.0]}
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 48,
+    },
+    "dynamic": {"rope_type": "dynamic", "factor": 3.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 48},
+    "yarn-mscale": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 48,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+        "beta_fast": 20.0,
+        "beta_slow": 2.0,
+        "truncate": False,
+    },
+    "longrope": {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 48, **FACTORS},
+}
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_logits_beyond_the_original_context(tmp_path: Path, name: str) -> None:
+    limit = 48 if name == "dynamic" else 192
+    scaling = SCALINGS[name] | {"rope_theta": 500.0}
+    folder = write_model(tmp_path, "llama", rope_parameters=scaling, max_position_embeddings=limit)
+    rng = random.Random(name)
+    prompt = [rng.randrange(VOCAB) for _ in range(144)]
+    expected = reference_logits(folder, [prompt])[0]
+    model = load_model(folder, dtype=torch.float32, max_model_len=144)
+    assert model.config.max_model_len == 144
+    runner = ModelRunner(model, num_blocks=40, block_size=8)
+    found = run_cuts(runner, [prompt], [[100, 1, 6, 37]])[0]
+    assert (found - expected).abs().max().item() < 1e-4
+
+
+def test_longrope_in_the_original_context_has_the_short_factors(tmp_path: Path) -> None:
+    scaling = SCALINGS["longrope"] | {"rope_theta": 500.0}
+    folder = write_model(tmp_path, "llama", rope_parameters=scaling, max_position_embeddings=192)
+    prompt = list(range(48))
+    expected = reference_logits(folder, [prompt])[0]
+    for served, is_equal in ((48, True), (49, False)):
+        model = load_model(folder, dtype=torch.float32, max_model_len=served)
+        found = run_cuts(ModelRunner(model, num_blocks=40, block_size=8), [prompt], [[48]])[0]
+        assert ((found - expected).abs().max().item() < 1e-4) is is_equal
+
+
+def test_phi3_longrope_on_a_part_of_each_head(tmp_path: Path) -> None:
+    scaling = {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 7.0]}
+    changes = {"rope_scaling": scaling, "original_max_position_embeddings": 40, "max_position_embeddings": 160}
+    folder = write_model(tmp_path, "phi3", rope_theta=900.0, sliding_window=None, **changes)
+    rng = random.Random(7)
+    prompt = [rng.randrange(VOCAB) for _ in range(120)]
+    found = run_cuts(
+        ModelRunner(load_model(folder, dtype=torch.float32), num_blocks=40, block_size=8), [prompt], [[80, 40]]
+    )[0]
+    assert (found - reference_logits(folder, [prompt])[0]).abs().max().item() < 1e-4
