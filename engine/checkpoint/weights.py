@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,15 +77,20 @@ class WeightFiles:
 
     Args:
         folder: has `model.safetensors`, or `model.safetensors.index.json` and the files that it names.
+        rename: gives the name under which a tensor of the files is read; None keeps the names.
 
     Raises:
         ConfigError: the folder has no safetensors, or a file is damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, rename: Callable[[str], str] | None = None) -> None:
         self.folder = folder
         self._files = {name: _open(folder / name) for name in _file_names(folder)}
-        self._home = {tensor: file for file in self._files.values() for tensor in file.keys()}  # noqa: SIM118
+        self._home = {
+            rename(stored) if rename is not None else stored: (file, stored)
+            for file in self._files.values()
+            for stored in file.keys()  # noqa: SIM118
+        }
         self._read: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
@@ -105,11 +110,10 @@ class WeightFiles:
         Raises:
             ConfigError: the tensor is missing, has another shape, or cannot be read.
         """
-        file = self._home.get(name)
-        if file is None:
+        if name not in self._home:
             raise ConfigError(f"model: {self.folder} lacks tensor {name} of shape {list(shape)}")
         self._read.add(name)
-        view = file.get_slice(name)
+        view = self._view(name)
         given = tuple(view.get_shape())
         if given != shape:
             raise ConfigError(f"model: tensor {name} has shape {list(given)}, but config.json implies {list(shape)}")
@@ -142,7 +146,7 @@ class WeightFiles:
 
     def num_elements(self) -> int:
         """Number of elements of all tensors."""
-        return sum(math.prod(file.get_slice(name).get_shape()) for name, file in self._home.items())
+        return sum(math.prod(self._view(name).get_shape()) for name in self._home)
 
     def check_all_read(self, *, ignore: Iterable[str] = ()) -> None:
         """Check that every tensor has been read: an unread one means that the config does not fit the weights.
@@ -155,10 +159,14 @@ class WeightFiles:
         """
         extra = sorted(name for name in self._home if name not in self._read and not name.endswith(tuple(ignore)))
         if extra:
-            some = ", ".join(f"{name} {self._home[name].get_slice(name).get_shape()}" for name in extra[:5])
+            some = ", ".join(f"{name} {self._view(name).get_shape()}" for name in extra[:5])
             raise ConfigError(
                 f"model: {self.folder} holds {len(extra)} tensors that config.json does not imply: {some}"
             )
+
+    def _view(self, name: str) -> Any:
+        file, stored = self._home[name]
+        return file.get_slice(stored)
 
 
 def _file_names(folder: Path) -> list[str]:

@@ -149,7 +149,7 @@ class Decoder:
         rotation = self._rope.at(inputs.positions)
         features = []
         for index, (layer, cache) in enumerate(zip(self._weights.layers, caches, strict=True)):
-            hidden = self._attend(layer, hidden, rotation, cache, inputs)
+            hidden = self._attend(layer, layer.input_norm(hidden), hidden, rotation, cache, inputs)
             hidden = self._mlp(layer, hidden)
             if index in self.feature_layers:
                 features.append(hidden)
@@ -171,11 +171,17 @@ class Decoder:
         )
 
     def _attend(
-        self, layer: Layer, hidden: torch.Tensor, rotation: Rotation, cache: LayerCache, inputs: Inputs
+        self,
+        layer: Layer,
+        normed: torch.Tensor,
+        hidden: torch.Tensor,
+        rotation: Rotation,
+        cache: LayerCache,
+        inputs: Inputs,
     ) -> torch.Tensor:
+        """hidden + attention of the normed input."""
         heads, kv_heads, head_dim = self._num_heads, self.num_kv_heads, self.config.head_dim
-        qkv = layer.qkv(layer.input_norm(hidden))
-        qkv = qkv.view(-1, heads + 2 * kv_heads, head_dim)  # [N, H + 2 G, D]
+        qkv = layer.qkv(normed).view(-1, heads + 2 * kv_heads, head_dim)  # [N, H + 2 G, D]
         if layer.q_norm is not None and layer.k_norm is not None:
             query = rotation.apply(layer.q_norm(qkv[:, :heads]))
             key = rotation.apply(layer.k_norm(qkv[:, heads : heads + kv_heads]))

@@ -11,16 +11,19 @@ from pathlib import Path
 import torch
 
 from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.public_draft import UNUSED_TENSORS
 from engine.checkpoint.weights import ShardSpec, WeightFiles
 from engine.errors import ConfigError
 from engine.model.decoder import DecoderWeights, Layer
 from engine.model.device import Compute
-from engine.model.eagle_head import EagleHead
+from engine.model.eagle_head import Eagle3Head, EagleHead
 from engine.model.layers import Linear, LinearKind, RmsNorm, make_linear
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 DRAFT_VOCAB = "draft_vocab"
+DRAFT_TO_TARGET = "d2t"
+"""Tensor of public heads: the distance from each draft id to its target id."""
 _IGNORED = ("rotary_emb.inv_freq",)
 _INTEGERS = (torch.int64, torch.int32)
 
@@ -56,12 +59,13 @@ class Loader:
         """
         config = self._config
         embedding = self._embedding(target_folder)
-        layers = tuple(self._layer(f"model.layers.{index}.") for index in range(config.num_layers))
+        layers = tuple(self._layer(index) for index in range(config.num_layers))
         final_norm = self._norm("model.norm.weight", config.hidden_size)
         head = self._head(embedding)
         draft_vocab = self._draft_vocab()
         tied = (HEAD,) if config.tie_word_embeddings else ()
-        self._files.check_all_read(ignore=_IGNORED + tied)
+        unused = UNUSED_TENSORS if config.eagle3 is not None else ()
+        self._files.check_all_read(ignore=_IGNORED + tied + unused)
         return DecoderWeights(embedding, layers, final_norm, head, draft_vocab)
 
     def eagle_head(self) -> EagleHead:
@@ -85,6 +89,31 @@ class Loader:
             eps=config.rms_norm_eps,
         )
 
+    def eagle3_head(self) -> Eagle3Head:
+        """Read the input of a public EAGLE-3 head. Must be called before `decoder`.
+
+        Raises:
+            ConfigError: a tensor is missing, or has another shape than the config implies.
+        """
+        config, variant = self._config, self._config.eagle3
+        if variant is None:
+            raise ConfigError(f"draft: {self._files.folder} is not an EAGLE-3 head in a public layout")
+        hidden, width = config.hidden_size, variant.num_features * variant.feature_size
+        fuse, _ = self._part("fc", (hidden, width), bias=False)
+        feature_norms: tuple[RmsNorm, ...] = ()
+        if variant.norm_before_fc:
+            feature_norms = (self._norm("input_norm.weight", width),)
+        elif variant.fc_norm:
+            names = (f"fc_norm.{index}.weight" for index in range(variant.num_features))
+            feature_norms = tuple(self._norm(name, variant.feature_size) for name in names)
+        return Eagle3Head(
+            feature_norms=feature_norms,
+            fuse=self._make(fuse, None),
+            token_norm=self._norm("model.layers.0.input_layernorm.weight", hidden),
+            output_norm=self._norm("model.norm.weight", hidden) if variant.norm_output else None,
+            feature_width=width,
+        )
+
     def _embedding(self, target_folder: Path | None) -> torch.Tensor:
         config, files = self._config, self._files
         if config.shares_embedding:
@@ -95,9 +124,12 @@ class Loader:
             files = WeightFiles(target_folder)
         return self._to(files.read_float(EMBEDDING, (config.vocab_size, config.hidden_size)))
 
-    def _layer(self, prefix: str) -> Layer:
-        config = self._config
+    def _layer(self, index: int) -> Layer:
+        config, prefix = self._config, f"model.layers.{index}."
         hidden, dim = config.hidden_size, config.head_dim
+        # The first layer of an EAGLE-3 head reads the token beside the hidden state, whose norm has a name of its own.
+        reads_both = config.eagle3 is not None and index == 0
+        input_norm, width = ("hidden_norm", 2 * hidden) if reads_both else ("input_layernorm", hidden)
         groups = self._shard.kv_heads(config)
         fold = config.num_heads // config.num_kv_heads
         kv = slice(groups.start * dim, groups.stop * dim)
@@ -105,7 +137,7 @@ class Loader:
         inner = self._shard.part(config.intermediate_size)
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         parts = [
-            self._part(attention + name, (heads * dim, hidden), rows=rows, bias=config.qkv_bias)
+            self._part(attention + name, (heads * dim, width), rows=rows, bias=config.qkv_bias)
             for name, heads, rows in (
                 ("q_proj", config.num_heads, query),
                 ("k_proj", config.num_kv_heads, kv),
@@ -113,7 +145,7 @@ class Loader:
             )
         ]
         return Layer(
-            input_norm=self._norm(prefix + "input_layernorm.weight", hidden),
+            input_norm=self._norm(f"{prefix}{input_norm}.weight", hidden),
             qkv=self._make(
                 torch.cat([weight for weight, _ in parts]),
                 torch.cat([bias for _, bias in parts if bias is not None]) if config.qkv_bias else None,
@@ -150,13 +182,16 @@ class Loader:
         config = self._config
         if config.draft_vocab_size is None:
             return None
-        ids = self._files.read(DRAFT_VOCAB, (config.draft_vocab_size,))
+        name = DRAFT_VOCAB if config.eagle3 is None else DRAFT_TO_TARGET
+        if config.eagle3 is not None and config.draft_vocab_size == config.vocab_size and name not in self._files:
+            return None
+        ids = self._files.read(name, (config.draft_vocab_size,))
         if ids.dtype not in _INTEGERS:
-            raise ConfigError(f"model: tensor {DRAFT_VOCAB} is of type {ids.dtype}; allowed: int64, int32")
-        ids = ids.long()
+            raise ConfigError(f"model: tensor {name} is of type {ids.dtype}; allowed: int64, int32")
+        ids = ids.long() if config.eagle3 is None else ids.long() + torch.arange(ids.numel())
         if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(set(ids.tolist())) != ids.numel():
             raise ConfigError(
-                f"model: {DRAFT_VOCAB} must hold distinct token ids within [0, {config.vocab_size}), "
+                f"model: {name} must hold distinct token ids within [0, {config.vocab_size}), "
                 f"given are {ids.numel()} from {int(ids.min())} to {int(ids.max())}"
             )
         return ids.to(self._compute.device)

@@ -172,7 +172,7 @@ class DraftWorker:
         """Bytes of the draft's own weights, and of the embedding tables that it makes from the target's."""
         in_files = WeightFiles(self._folder).num_elements() * dtype.itemsize
         embedding = config.vocab_size * config.hidden_size * dtype.itemsize
-        has_table = config.architecture == "eagle" and self._device.type == "cpu"
+        has_table = config.architecture == "eagle" and config.eagle3 is None and self._device.type == "cpu"
         return in_files + embedding * (int(config.shares_embedding) + int(has_table))
 
     def _total_memory(self) -> int:
