@@ -29,12 +29,14 @@ from distill.models.costs import StepCosts, measure
 from distill.models.decoder import FrozenTarget, fingerprint
 from distill.models.draft_model import SmallDraft
 from distill.models.eagle import EagleDraft
-from distill.models.export import DraftMismatchError, export_draft, load_draft, start_from
+from distill.models.eagle3 import Eagle3Draft
+from distill.models.export import AnyDraft, DraftMismatchError, export_draft, load_draft, read_config, start_from
 from distill.settings import Objective, TrainConfig
 from distill.training.card import draft_card, draw_curves, table
 from distill.training.evaluate import Acceptance, evaluate
 from distill.training.trainer import train
 from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.public_draft import default_feature_layers
 from engine.checkpoint.store import resolve_model
 from engine.errors import ConfigError
 from engine.model.load import Model, load_model
@@ -43,7 +45,10 @@ from engine.model.load import Model, load_model
 def run_distill(args: argparse.Namespace) -> int:
     """Generate missing data, train up to the budget, measure and write the draft; returns the exit status."""
     console = Console(stderr=True)
-    folder, target = _open_target(args, args.feature_layers)
+    is_public = args.architecture == Eagle3Draft.architecture
+    if is_public and args.int8:
+        raise ConfigError("int8: the public layout of eagle3 drafts has bfloat16 matrices only; leave --int8 out")
+    folder, target = _open_target(args, args.feature_layers or (_public_features(args) if is_public else None))
     data, work = args.out / "work" / "data", args.out / "work" / "train"
     generate_corpus(args, folder, target.feature_layers, data, console)
     held = held_out(data, args.hold_out)
@@ -90,7 +95,7 @@ def run_generate(args: argparse.Namespace) -> int:
 
 def run_eval(args: argparse.Namespace) -> int:
     """Compare drafts on a prompt file; returns the exit status."""
-    layers = {tuple(json.loads((path / "config.json").read_text()).get("feature_layers", ())) for path in args.drafts}
+    layers = {tuple(read_config(path).get("feature_layers", ())) for path in args.drafts}
     tapped = sorted(layers - {()})
     if len(tapped) > 1:
         raise ConfigError(f"drafts: they read different layers, {tapped}; compare drafts with equal layers")
@@ -160,7 +165,7 @@ def _own_passages(args: argparse.Namespace, tokenizer: Any) -> list[str]:
     return [text for text in texts if len(text.split()) > 25 and is_prose(text)] * 6
 
 
-def new_draft(args: argparse.Namespace, target: FrozenTarget, data: Path, work: Path) -> EagleDraft | SmallDraft:
+def new_draft(args: argparse.Namespace, target: FrozenTarget, data: Path, work: Path) -> AnyDraft:
     """An initialised draft over the tokens with the largest probability mass in `data` at the start of training."""
     chosen = work / "draft_vocab.npy"
     if not chosen.exists():
@@ -168,9 +173,10 @@ def new_draft(args: argparse.Namespace, target: FrozenTarget, data: Path, work: 
         work.mkdir(parents=True, exist_ok=True)
         np.save(chosen, mass.topk(min(args.draft_vocab, target.config.vocab_size)).indices.sort().values.numpy())
     vocab = torch.from_numpy(np.load(chosen))
-    draft: EagleDraft | SmallDraft
-    if args.architecture == "eagle":
-        draft = EagleDraft(target.config, target.feature_layers, vocab, target.embed, num_layers=args.layers or 1)
+    draft: AnyDraft
+    if args.architecture in ("eagle", "eagle3"):
+        kind = EagleDraft if args.architecture == "eagle" else Eagle3Draft
+        draft = kind(target.config, target.feature_layers, vocab, target.embed, num_layers=args.layers or 1)
     else:
         draft = SmallDraft(target.config, vocab, target.embed, num_layers=args.layers or 3)
     if args.start_from is None:
@@ -211,7 +217,7 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
     objective = Objective(args.kl_weight, args.ce_weight, args.temperature, args.feature_weight)
     return replace(
         TrainConfig(),
-        steps=args.unroll if args.architecture == "eagle" else 1,
+        steps=1 if args.architecture == "draft_model" else args.unroll,
         chain_every=args.chain_every,
         cooldown_s=args.cooldown * 60,
         row_len=args.row_len,
@@ -253,6 +259,11 @@ def default_features(folder: Path) -> tuple[int, ...]:
     """A low, a middle and the last layer of the target: (4, 14, 29) of 30."""
     num_layers = ModelConfig.load(folder).num_layers
     return tuple(sorted({max(num_layers * 2 // 15, 0), max(num_layers // 2 - 1, 0), num_layers - 1}))
+
+
+def _public_features(args: argparse.Namespace) -> tuple[int, ...]:
+    """The layers that EAGLE-3 heads read by default. Not every engine can tap the last layer."""
+    return default_feature_layers(ModelConfig.load(resolve_model(args.target)).num_layers)
 
 
 def _open_target(args: argparse.Namespace, layers: tuple[int, ...] | None) -> tuple[Path, FrozenTarget]:

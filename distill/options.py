@@ -101,8 +101,13 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--architecture", choices=("eagle", "draft_model"), default="eagle")
-    add("--layers", type=int, default=None, metavar="N", help="decoder layers (eagle: 1, draft_model: 3)")
+    add(
+        "--architecture",
+        choices=("eagle", "eagle3", "draft_model"),
+        default="eagle",
+        help="eagle3: the public EAGLE-3 layout, which other engines load",
+    )
+    add("--layers", type=int, default=None, metavar="N", help="decoder layers (eagle, eagle3: 1, draft_model: 3)")
     add("--from-layers", type=_integers, default=None, metavar="A,B", help="target layers to initialise from")
     add(
         "--start-from",

@@ -30,7 +30,7 @@ from deployments.cluster.shard_group import ShardGroup
 from deployments.cluster.target_supervisor import Target, TargetSupervisor
 from deployments.engine_client import Health, HealthStatus
 from deployments.settings import AppSettings
-from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.draft_check import check_draft
 from engine.errors import EngineUnavailable
 from engine.ipc.wire import DraftStatus
 from engine.messages import CheckedGrammar, GrammarSpec
@@ -273,7 +273,7 @@ def engine_group_on_ray(
     """
     node_id = ray.get_runtime_context().get_node_id()
     engine_id = secrets.token_hex(8)
-    draft = ModelConfig.load(draft_folder) if draft_folder is not None else None
+    draft = check_draft(draft_folder, folder) if draft_folder is not None else None
 
     def placed(bundle: int) -> dict[str, Any]:
         options: dict[str, Any] = {"num_cpus": 0}

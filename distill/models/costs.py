@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distill.models.decoder import DecoderConfig, DecoderLayer, FrozenTarget, PackedLinear, run_layer
-from distill.models.draft_model import SmallDraft
 from distill.models.eagle import EagleDraft
-from distill.models.layers import DraftLayer
+from distill.models.export import AnyDraft
+from distill.models.layers import DraftLayer, PairLayer
 
 CONTEXT = 256
 """Number of cached tokens while timing."""
@@ -47,7 +47,7 @@ class StepCosts:
         return tokens_per_step * self.target_s / (self.verify_s + self.k * self.draft_s)
 
 
-def measure(target: FrozenTarget, draft: EagleDraft | SmallDraft, k: int, *, repeats: int = 30) -> StepCosts:
+def measure(target: FrozenTarget, draft: AnyDraft, k: int, *, repeats: int = 30) -> StepCosts:
     """Median times of target steps over 1 and k + 1 tokens and of a draft step, after warming up."""
     attend = cached_attention(target.config, target.device, target.dtype)
     ids = torch.zeros((1, k + 1), dtype=torch.int64, device=target.device)
@@ -87,7 +87,7 @@ def cached_attention(
     return attend
 
 
-def draft_step(target: FrozenTarget, draft: EagleDraft | SmallDraft) -> Callable[[], object]:
+def draft_step(target: FrozenTarget, draft: AnyDraft) -> Callable[[], object]:
     """One chain step of the draft for one request, with packed weights, as serving would run it."""
     config, dtype, device = draft.config, target.dtype, target.device
     attend = cached_attention(config, device, dtype)
@@ -95,12 +95,19 @@ def draft_step(target: FrozenTarget, draft: EagleDraft | SmallDraft) -> Callable
     def packed(*linears: torch.nn.Linear) -> PackedLinear:
         return PackedLinear(torch.cat([linear.weight.detach() for linear in linears]).to(device, dtype), None, 1)
 
+    # The part of a layer's q, k and v that reads the token is timed as a matrix of its own.
+    pairs = [
+        PackedLinear(_columns(layer, slice(config.hidden_size, None)).to(device, dtype), None, 1)
+        for layer in draft.layers
+        if isinstance(layer, PairLayer)
+    ]
+
     def frozen(layer: torch.nn.Module) -> DecoderLayer:
         assert isinstance(layer, DraftLayer)
         norms = [norm.detach().to(device, dtype) for norm in (layer.input_norm, layer.post_norm)]
         return DecoderLayer(
             input_norm=norms[0],
-            qkv=packed(layer.q, layer.k, layer.v),
+            qkv=PackedLinear(_columns(layer, slice(config.hidden_size)).to(device, dtype), None, 1),
             q_norm=None,
             k_norm=None,
             output=packed(layer.o),
@@ -120,8 +127,15 @@ def draft_step(target: FrozenTarget, draft: EagleDraft | SmallDraft) -> Callable
         x = state
         for linear in inner:
             x = x + linear(F.rms_norm(state, (config.hidden_size,), norm, config.rms_norm_eps))
+        for linear in pairs:
+            linear(F.rms_norm(state, (config.hidden_size,), norm, config.rms_norm_eps))
         for index, layer in enumerate(layers):
             x = run_layer(config, index, layer, x, cos, cos, attend)
         return head(F.rms_norm(x, (config.hidden_size,), norm, config.rms_norm_eps)).argmax(-1)
 
     return run
+
+
+def _columns(layer: DraftLayer, part: slice) -> Tensor:
+    """These columns of the layer's q, k and v, stacked."""
+    return torch.cat([linear.weight.detach()[:, part] for linear in (layer.q, layer.k, layer.v)])

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from distill.models.decoder import DecoderConfig, FrozenTarget, fingerprint
 from distill.models.draft_model import SmallDraft
 from distill.models.eagle import EagleDraft
+from distill.models.eagle3 import Eagle3Draft
+from distill.models.public_layout import own_config, public_config, public_name, public_tensors
 
 LAYER_NAMES = {
     "input_norm": "input_layernorm.weight",
@@ -44,6 +46,13 @@ TOP_NAMES = {
 }
 SCALE_SUFFIX = ".int8_scale"
 
+AnyDraft = EagleDraft | Eagle3Draft | SmallDraft
+"""A draft of any architecture."""
+
+
+_PUBLIC_K = 3
+"""Number of drafted tokens that the public layout names as default; every engine lets users choose another."""
+
 
 class DraftMismatchError(ValueError):
     """A draft folder does not belong to the target; the message names the field and both values."""
@@ -57,14 +66,27 @@ def stored_name(name: str) -> str:
     return TOP_NAMES[name]
 
 
-def export_draft(
-    draft: EagleDraft | SmallDraft, target_folder: Path, out: Path, *, card: str, int8: bool = False
-) -> None:
-    """Write `model.safetensors`, `config.json` and `README.md` into `out`.
+def read_config(folder: Path) -> dict[str, Any]:
+    """The `config.json` of a draft folder, under the keys of this module."""
+    return own_config(json.loads((folder / "config.json").read_text()))
+
+
+def export_draft(draft: AnyDraft, target_folder: Path, out: Path, *, card: str, int8: bool = False) -> None:
+    """Write `model.safetensors`, `config.json` and `README.md` into `out`. An `eagle3` draft is in the public layout.
 
     With `int8` each matrix is stored as int8 rows with a float32 scale per row (`<name>.int8_scale` [rows]).
+
+    Raises:
+        ValueError: `int8` with an `eagle3` draft, whose layout does not have it.
     """
     out.mkdir(parents=True, exist_ok=True)
+    if isinstance(draft, Eagle3Draft):
+        if int8:
+            raise ValueError("int8: the public layout of eagle3 drafts has bfloat16 matrices only")
+        save_file(public_tensors(draft), out / "model.safetensors", metadata={"format": "pt"})
+        (out / "config.json").write_text(json.dumps(_public_config(draft, target_folder), indent=1) + "\n")
+        (out / "README.md").write_text(card)
+        return
     tensors: dict[str, Tensor] = {"draft_vocab": draft.vocabulary.draft_vocab.cpu()}
     for name, value in draft.named_parameters():
         stored, plain = stored_name(name), value.detach().cpu()
@@ -75,6 +97,17 @@ def export_draft(
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(draft_config(draft, target_folder, int8=int8), indent=1) + "\n")
     (out / "README.md").write_text(card)
+
+
+def _public_config(draft: Eagle3Draft, target_folder: Path) -> dict[str, Any]:
+    """The layout's config, and the target's fingerprint as one more key, which other engines ignore."""
+    given = json.loads((target_folder / "config.json").read_text())
+    verifier = {"name_or_path": None, "architectures": given.get("architectures") or []}
+    max_len = int(given.get("max_position_embeddings", 2048))
+    return {
+        **public_config(draft, verifier=verifier, max_len=max_len, k=_PUBLIC_K),
+        "target": fingerprint(target_folder),
+    }
 
 
 def draft_config(draft: EagleDraft | SmallDraft, target_folder: Path, *, int8: bool) -> dict[str, Any]:
@@ -116,20 +149,23 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def load_draft(folder: Path, target: FrozenTarget) -> EagleDraft | SmallDraft:
+def load_draft(folder: Path, target: FrozenTarget) -> AnyDraft:
     """Load a draft folder as a module and check that it belongs to `target`.
 
     Raises:
         DraftMismatchError: it does not; the message names the field and both values.
     """
-    config = json.loads((folder / "config.json").read_text())
+    config = read_config(folder)
     tensors = read_tensors(folder)
+    if "d2t" in tensors:
+        tensors["draft_vocab"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
     check_fits(config, tensors["draft_vocab"], target)
     shape, count = DecoderConfig.from_dict(config), int(config["num_hidden_layers"])
-    draft: EagleDraft | SmallDraft
-    if config.get("architecture", "draft_model") == "eagle":
-        layers = tuple(config["feature_layers"])
-        draft = EagleDraft(shape, layers, tensors["draft_vocab"], target.embed, num_layers=count)
+    draft: AnyDraft
+    architecture = config.get("architecture", "draft_model")
+    if architecture in ("eagle", "eagle3"):
+        kind = EagleDraft if architecture == "eagle" else Eagle3Draft
+        draft = kind(shape, tuple(config["feature_layers"]), tensors["draft_vocab"], target.embed, num_layers=count)
     else:
         draft = SmallDraft(shape, tensors["draft_vocab"], target.embed, num_layers=count)
     load_parameters(draft, tensors)
@@ -137,7 +173,7 @@ def load_draft(folder: Path, target: FrozenTarget) -> EagleDraft | SmallDraft:
 
 
 @torch.no_grad()
-def start_from(draft: EagleDraft | SmallDraft, folder: Path, target: FrozenTarget) -> None:
+def start_from(draft: AnyDraft, folder: Path, target: FrozenTarget) -> None:
     """Copy the weights of an earlier draft into `draft`, which may have another output vocabulary.
 
     A head row that the earlier draft lacks starts as its mean row plus 0.7 times the target's centred row. This does
@@ -170,8 +206,9 @@ def start_from(draft: EagleDraft | SmallDraft, folder: Path, target: FrozenTarge
 @torch.no_grad()
 def load_parameters(draft: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Copy stored tensors into a module of the same shape."""
+    rename = public_name if isinstance(draft, Eagle3Draft) else stored_name
     for name, value in draft.named_parameters():
-        value.copy_(tensors[stored_name(name)])
+        value.copy_(tensors[rename(name)])
 
 
 def check_fits(config: dict[str, Any], draft_vocab: Tensor, target: FrozenTarget) -> None:

@@ -59,8 +59,13 @@ class DraftLayer(nn.Module):
 
         `roots` [T] int64 holds the roots of the queries of a later step; by default the last ones.
         """
+        return self.from_normed(x, rms_norm(x, self.input_norm, self.config.rms_norm_eps), cos, sin, past, roots)
+
+    def from_normed(
+        self, x: Tensor, h: Tensor, cos: Tensor, sin: Tensor, past: KeysValues, roots: Tensor | None = None
+    ) -> Tensor:
+        """As `forward`, from the residual x and the normed input h of q, k and v."""
         c = self.config
-        h = rms_norm(x, self.input_norm, c.rms_norm_eps)
         q = rotate(torch.unflatten(self.q(h), -1, (-1, c.head_dim)), cos, sin)
         k = rotate(torch.unflatten(self.k(h), -1, (-1, c.head_dim)), cos, sin)
         past.append((k, torch.unflatten(self.v(h), -1, (-1, c.head_dim))))
@@ -68,6 +73,24 @@ class DraftLayer(nn.Module):
         h = rms_norm(x, self.post_norm, c.rms_norm_eps)
         down: Tensor = self.down(F.silu(self.gate(h)) * self.up(h))
         return x + down
+
+
+class PairLayer(DraftLayer):
+    """The first layer of an EAGLE-3 head: q, k and v read the normed token beside the normed residual."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
+        for name in ("q", "k", "v"):
+            setattr(self, name, nn.Linear(2 * config.hidden_size, getattr(self, name).out_features, bias=False))
+        self.token_norm = nn.Parameter(torch.ones(config.hidden_size))
+
+    def pair(
+        self, x: Tensor, tokens: Tensor, cos: Tensor, sin: Tensor, past: KeysValues, roots: Tensor | None = None
+    ) -> Tensor:
+        """As `forward`; `tokens` [R, T, H] are the embeddings, not normed."""
+        eps = self.config.rms_norm_eps
+        h = torch.cat((rms_norm(tokens, self.token_norm, eps), rms_norm(x, self.input_norm, eps)), -1)
+        return self.from_normed(x, h, cos, sin, past, roots)
 
 
 def chain_attention(q: Tensor, past: KeysValues, roots: Tensor | None = None) -> Tensor:
@@ -103,13 +126,16 @@ def copy_layer(layer: DraftLayer, target: FrozenTarget, index: int) -> None:
     c, source = target.config, target.layers[index]
     sizes = [n * c.head_dim for n in (c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads)]
     for linear, weight in zip((layer.q, layer.k, layer.v), torch.split(source.qkv.weight, sizes), strict=True):
-        linear.weight.copy_(weight)
+        # Two normed inputs that each count half have together the size of one.
+        linear.weight.copy_(torch.cat((weight, weight), 1) / 2**0.5 if isinstance(layer, PairLayer) else weight)
     gate, up = source.gate_up.weight.chunk(2)
     layer.gate.weight.copy_(gate)
     layer.up.weight.copy_(up)
     layer.o.weight.copy_(source.output.weight)
     layer.down.weight.copy_(source.down.weight)
     layer.input_norm.copy_(source.input_norm)
+    if isinstance(layer, PairLayer):
+        layer.token_norm.copy_(source.input_norm)
     layer.post_norm.copy_(source.post_norm)
 
 

@@ -14,8 +14,7 @@ from typing import Any
 from rich.table import Table
 
 from distill.models.costs import StepCosts
-from distill.models.draft_model import SmallDraft
-from distill.models.eagle import EagleDraft
+from distill.models.export import AnyDraft
 from distill.training.evaluate import Acceptance
 
 
@@ -72,9 +71,7 @@ def draw_curves(jsonl: Path, png: Path) -> bool:
     return True
 
 
-def draft_card(
-    draft: EagleDraft | SmallDraft, args: argparse.Namespace, work: Path, result: Mapping[str, Acceptance]
-) -> str:
+def draft_card(draft: AnyDraft, args: argparse.Namespace, work: Path, result: Mapping[str, Acceptance]) -> str:
     """The README of a draft folder: architecture, options of the run, acceptance."""
     lines = _curves(work / "curves.jsonl")
     read, seconds = (lines[-1]["tokens"], lines[-1]["seconds"]) if lines else (0, 0.0)

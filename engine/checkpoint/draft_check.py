@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.public_draft import default_feature_layers
 from engine.errors import ConfigError
 
 
@@ -24,12 +26,19 @@ def check_draft(folder: Path, target_folder: Path) -> ModelConfig:
         target_folder: model folder of the target.
 
     Returns:
-        The draft's config.
+        The draft's config, with what it leaves to the target: the feature layers of an EAGLE-3 head, and its longest
+        sequence, since heads are trained on short texts and used on those of their target.
 
     Raises:
         ConfigError: the draft does not fit the target. Names the field and both values.
     """
     draft, target = ModelConfig.load(folder), ModelConfig.load(target_folder)
+    if draft.eagle3 is not None:
+        draft = replace(
+            draft,
+            feature_layers=draft.feature_layers or default_feature_layers(target.num_layers),
+            max_model_len=max(draft.max_model_len, target.max_model_len),
+        )
     made_for = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("target")
     if made_for is not None:
         if not isinstance(made_for, dict):
@@ -38,7 +47,10 @@ def check_draft(folder: Path, target_folder: Path) -> ModelConfig:
         for name, given in made_for.items():
             if name in expected:
                 _compare(f"target.{name}", given, expected[name])
-    if draft.shares_embedding or draft.architecture == "eagle":
+    if draft.eagle3 is not None:
+        _compare("target_hidden_size", draft.eagle3.feature_size, target.hidden_size)
+        _compare("vocab_size", draft.vocab_size, target.vocab_size)
+    elif draft.shares_embedding or draft.architecture == "eagle":
         _compare("hidden_size", draft.hidden_size, target.hidden_size)
         _compare("vocab_size", draft.vocab_size, target.vocab_size)
     missing = [layer for layer in draft.feature_layers if layer >= target.num_layers]

@@ -1,8 +1,8 @@
 """The shape of a model, read from a Hugging Face `config.json`.
 
 Owns the meaning of each config key that changes the forward pass, for the families of `engine.checkpoint.families` and
-for Paceline's own draft folders. An unsupported key that would change the result raises an error. Knows nothing of
-tensors, weight files or devices.
+for Paceline's own draft folders; `engine.checkpoint.public_draft` translates those of published drafts. An unsupported
+key that would change the result raises an error. Knows nothing of tensors, weight files or devices.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from engine.checkpoint.families import (
     read_windows,
     refuse_unsupported,
 )
+from engine.checkpoint.public_draft import Eagle3Variant, is_public, translate
 from engine.checkpoint.quantization import Quantization
 from engine.checkpoint.rope_config import RopeScaling, read_rope
 from engine.errors import ConfigError
@@ -94,7 +95,10 @@ class ModelConfig:
     architecture: Architecture = "draft_model"
     """Architecture of a draft: a separate model, or a decoder on the target's hidden states."""
     feature_layers: tuple[int, ...] = ()
-    """Layers of the target whose outputs an `eagle` draft reads, ascending; empty for other models."""
+    """Layers of the target whose outputs an `eagle` draft reads, ascending; empty for other models, and for an EAGLE-3
+    head before `engine.checkpoint.draft_check` fills in those that follow from the target."""
+    eagle3: Eagle3Variant | None = None
+    """How the EAGLE-3 head of an `eagle` draft in a public layout differs from others; None for other models."""
     quantization: Quantization | None = None
     """How the weights in the files are quantised; None for floats."""
 
@@ -115,6 +119,9 @@ class ModelConfig:
         Raises:
             ConfigError: the family or an active feature is not supported, or a key is missing or malformed.
         """
+        variant = None
+        if is_public(values):
+            values, variant = translate(values)
         family = values.get("model_type")
         if family == "gemma3":
             raise ConfigError(
@@ -174,7 +181,8 @@ class ModelConfig:
             draft_vocab_size=keys.positive("draft_vocab_size") if "draft_vocab_size" in values else None,
             shares_embedding=_shares_embedding(values),
             architecture=(architecture := _architecture(values)),
-            feature_layers=_feature_layers(values) if architecture == "eagle" else (),
+            feature_layers=_feature_layers(values, may_be_open=variant is not None) if architecture == "eagle" else (),
+            eagle3=variant,
             quantization=Quantization.parse(values.get("quantization_config")),
         )
 
@@ -288,8 +296,10 @@ def _architecture(values: dict[str, Any]) -> Architecture:
     return cast(Architecture, given)
 
 
-def _feature_layers(values: dict[str, Any]) -> tuple[int, ...]:
+def _feature_layers(values: dict[str, Any], *, may_be_open: bool) -> tuple[int, ...]:
     given = values.get("feature_layers")
+    if may_be_open and given == []:
+        return ()
     is_valid = isinstance(given, list) and all(type(layer) is int and layer >= 0 for layer in given)
     if not is_valid or not given or any(low >= high for low, high in itertools.pairwise(given)):
         raise ConfigError(f"feature_layers: {given!r} given, allowed is an ascending list of layer numbers from 0")

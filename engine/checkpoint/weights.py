@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,12 +99,15 @@ class WeightFiles:
     Args:
         folder: has `model.safetensors`, or `model.safetensors.index.json` and the files that it names, or `model.gguf`.
         quantization: how the weights are quantised, see `ModelConfig.quantization`.
+        rename: gives the name under which a tensor of the files is read; None keeps the names.
 
     Raises:
         ConfigError: the folder has no weights, or a file is damaged.
     """
 
-    def __init__(self, folder: Path, quantization: Quantization | None = None) -> None:
+    def __init__(
+        self, folder: Path, quantization: Quantization | None = None, *, rename: Callable[[str], str] | None = None
+    ) -> None:
         self.folder = folder
         self.quantization = quantization
         self.dequantised_bytes = 0
@@ -112,7 +115,11 @@ class WeightFiles:
         self.read_bytes = 0
         """Bytes of the files that have been read."""
         self._files = {name: _open(folder / name) for name in _file_names(folder)}
-        self._home = {tensor: file for file in self._files.values() for tensor in file.keys()}  # noqa: SIM118
+        self._home = {
+            rename(stored) if rename is not None else stored: (file, stored)
+            for file in self._files.values()
+            for stored in file.keys()  # noqa: SIM118
+        }
         self._read: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
@@ -120,7 +127,7 @@ class WeightFiles:
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor that is there."""
-        return tuple(self._home[name].get_slice(name).get_shape())
+        return tuple(self._view(name).get_shape())
 
     def read(
         self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, cols: slice | None = None
@@ -136,20 +143,20 @@ class WeightFiles:
         Raises:
             ConfigError: the tensor is missing, has another shape, or cannot be read.
         """
-        file = self._home.get(name)
-        if file is None:
+        if name not in self._home:
             raise ConfigError(f"model: {self.folder} lacks tensor {name} of shape {list(shape)}")
         self._read.add(name)
-        view = file.get_slice(name)
+        file, stored = self._home[name]
+        view = file.get_slice(stored)
         given = tuple(view.get_shape())
         if given != shape:
             raise ConfigError(f"model: tensor {name} has shape {list(given)}, but config.json implies {list(shape)}")
         try:
             index = (rows or slice(None), cols or slice(None))[: len(shape)]
-            tensor: torch.Tensor = view[index] if index else file.get_tensor(name)
+            tensor: torch.Tensor = view[index] if index else file.get_tensor(stored)
         except SafetensorError as error:
             raise ConfigError(f"model: cannot read tensor {name} in {self.folder}: {error}") from None
-        self.read_bytes += file.stored_bytes(name, tensor) if isinstance(file, GGUFTensors) else tensor.nbytes
+        self.read_bytes += file.stored_bytes(stored, tensor) if isinstance(file, GGUFTensors) else tensor.nbytes
         return tensor
 
     def read_float(
@@ -193,7 +200,7 @@ class WeightFiles:
     def _is_packed(self, name: str) -> bool:
         if self.quantization is not None:
             return is_quantised(self, name)
-        return isinstance(self._home.get(name), GGUFTensors)
+        return name in self._home and isinstance(self._home[name][0], GGUFTensors)
 
     def _dequantised(
         self, name: str, shape: tuple[int, int], rows: slice | None, cols: slice | None, dtype: torch.dtype
@@ -218,7 +225,7 @@ class WeightFiles:
 
     def num_elements(self) -> int:
         """Number of elements of all tensors."""
-        return sum(math.prod(file.get_slice(name).get_shape()) for name, file in self._home.items())
+        return sum(math.prod(self._view(name).get_shape()) for name in self._home)
 
     def check_all_read(self, *, ignore: Iterable[str] = ()) -> None:
         """Check that every tensor has been read: an unread one means that the config does not fit the weights.
@@ -237,7 +244,7 @@ class WeightFiles:
         if is_quantised:
             extra = [name for name in extra if not (name.endswith(".bias") and self._is_zero(name))]
         if extra:
-            some = ", ".join(f"{name} {self._home[name].get_slice(name).get_shape()}" for name in extra[:5])
+            some = ", ".join(f"{name} {self._view(name).get_shape()}" for name in extra[:5])
             raise ConfigError(
                 f"model: {self.folder} holds {len(extra)} tensors that config.json does not imply: {some}"
             )
@@ -248,6 +255,10 @@ class WeightFiles:
     def stored_bytes(self) -> int:
         """Size of the files."""
         return sum((self.folder / name).stat().st_size for name in self._files)
+
+    def _view(self, name: str) -> Any:
+        file, stored = self._home[name]
+        return file.get_slice(stored)
 
 
 def _file_names(folder: Path) -> list[str]:

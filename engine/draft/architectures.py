@@ -21,7 +21,7 @@ from engine.core.packing import Forward
 from engine.core.step import ForwardInput
 from engine.errors import EngineError
 from engine.model.decoder import LayerCache
-from engine.model.eagle_head import EagleHead
+from engine.model.eagle_head import Eagle3Head, EagleHead
 from engine.model.load import Model
 
 _TABLE_ROWS = 4096
@@ -101,11 +101,12 @@ class EagleArchitecture:
 
     reads_features = True
 
-    def __init__(self, head: EagleHead, decoder: Model, caches: list[LayerCache]) -> None:
+    def __init__(self, head: EagleHead | Eagle3Head, decoder: Model, caches: list[LayerCache]) -> None:
         self._head = head
         self._decoder = decoder
         self._caches = caches
-        self._table = self._token_table() if decoder.device.type == "cpu" else None
+        has_table = isinstance(head, EagleHead) and decoder.device.type == "cpu"
+        self._table = self._token_table() if has_table else None
 
     def compute_committed(self, forward_input: ForwardInput, features: torch.Tensor | None) -> Outputs:
         if features is None:

@@ -172,7 +172,8 @@ class Decoder:
         local = rotation if self._local_rope is None else self._local_rope.at(inputs.positions)
         features = []
         for index, (layer, cache) in enumerate(zip(self._weights.layers, caches, strict=True)):
-            hidden = self._attend(layer, hidden, local if layer.is_local else rotation, cache, inputs)
+            normed = layer.input_norm(hidden)
+            hidden = self._attend(layer, normed, hidden, local if layer.is_local else rotation, cache, inputs)
             hidden = self._residual(layer.mlp, layer.mlp_norm(hidden), hidden, layer.output_norm)
             if index in self.feature_layers:
                 features.append(hidden)
@@ -201,11 +202,17 @@ class Decoder:
         )
 
     def _attend(
-        self, layer: Layer, hidden: torch.Tensor, rotation: Rotation, cache: LayerCache, inputs: Inputs
+        self,
+        layer: Layer,
+        normed: torch.Tensor,
+        hidden: torch.Tensor,
+        rotation: Rotation,
+        cache: LayerCache,
+        inputs: Inputs,
     ) -> torch.Tensor:
+        """hidden + attention of the normed input."""
         heads, kv_heads, head_dim = self._num_heads, self.num_kv_heads, self.config.head_dim
-        qkv = layer.qkv(layer.input_norm(hidden))
-        qkv = qkv.view(-1, heads + 2 * kv_heads, head_dim)  # [N, H + 2 G, D]
+        qkv = layer.qkv(normed).view(-1, heads + 2 * kv_heads, head_dim)  # [N, H + 2 G, D]
         if layer.q_norm is not None and layer.k_norm is not None:
             query = rotation.apply(layer.q_norm(qkv[:, :heads]))
             key = rotation.apply(layer.k_norm(qkv[:, heads : heads + kv_heads]))

@@ -1,13 +1,16 @@
-"""The input projections of an EAGLE draft: vectors that replace token embeddings as the decoder's input.
+"""The input of an EAGLE draft's decoder, and the decoder of EAGLE-3 heads, whose first layer reads two vectors per row.
 
-Owns three projections with their norms, after EAGLE-3 (Li et al. 2025). At a committed token the input combines the
-token's embedding and the target's hidden states at the position before. At a drafted token the draft's own output at
-the position before (`previous_hidden`) replaces the target's hidden states. Knows nothing of layers or caches.
+Owns the projections of both kinds of draft with their norms, after EAGLE-3 (Li et al. 2025). At a committed token the
+input combines the token's embedding and the target's hidden states at the position before. At a drafted token the
+draft's own output at the position before (`previous_hidden`) replaces the target's hidden states. Knows nothing of
+files or caches.
 
     f[p] target features, e(x) token embedding, a[p] output of the draft's last layer, norm = RMSNorm
 
-    committed   fuse(norm f[p-1]) + token(norm e(x[p]))   -> layers -> a[p]   -> logits of x[p+1]
-    drafted     carry(norm a[p-1]) + token(norm e(x[p]))  -> layers -> a[p]   -> logits of x[p+1]
+    Paceline's   committed   fuse(norm f[p-1]) + token(norm e(x[p]))   -> layers -> a[p]   -> logits of x[p+1]
+                 drafted     carry(norm a[p-1]) + token(norm e(x[p]))  -> layers -> a[p]   -> logits of x[p+1]
+    public       committed   norm e(x[p]) beside fc(f[p-1])            -> layers -> a[p]   -> logits of x[p+1]
+                 drafted     norm e(x[p]) beside a[p-1]                -> layers -> a[p]   -> logits of x[p+1]
 """
 
 from __future__ import annotations
@@ -17,12 +20,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from engine.core.step import ForwardInput, ForwardResult
+from engine.model.decoder import Decoder, LayerCache
 from engine.model.layers import Linear, RmsNorm
 
 
 @dataclass(frozen=True, slots=True)
 class EagleHead:
-    """Weights of the projections, for F feature layers and hidden size H."""
+    """Projections of Paceline's own drafts, for F feature layers and hidden size H."""
 
     feature_norm: torch.Tensor
     """[F, H] scale of each feature layer, applied after its root mean square is normalised to 1."""
@@ -78,3 +83,92 @@ class EagleHead:
             [N, H].
         """
         return self.carry.plus(self.carry_norm(previous_hidden), tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Head:
+    """The input of a public EAGLE-3 head of hidden size H, for F feature layers of a target of hidden size T."""
+
+    feature_norms: tuple[RmsNorm, ...]
+    """Norms over equal parts of the features: none, one over all F * T numbers, or one per feature layer."""
+    fuse: Linear
+    """`fc`: F * T -> H, of the target's features."""
+    token_norm: RmsNorm
+    output_norm: RmsNorm | None
+    """Norm of the previous hidden state; None where the next position reads it as it is."""
+    feature_width: int
+    """Numbers per position of the target's features: F * T."""
+
+    def project_tokens(self, embedded: torch.Tensor) -> torch.Tensor:
+        """The part of the input that depends on the token only. [N, H] -> [N, H]."""
+        return self.token_norm(embedded)
+
+    def committed_inputs(self, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """The decoder's input at committed tokens.
+
+        Args:
+            tokens: [N, H] from `project_tokens`.
+            features: [N, F * T] of the target at the position before each token.
+
+        Returns:
+            [N, 2 H].
+        """
+        if self.feature_norms:
+            parts = features.chunk(len(self.feature_norms), dim=1)
+            normed = [norm(part.contiguous()) for norm, part in zip(self.feature_norms, parts, strict=True)]
+            features = torch.cat(normed, dim=1)
+        return torch.cat((tokens, self.fuse(features)), dim=1)
+
+    def drafted_inputs(self, tokens: torch.Tensor, previous_hidden: torch.Tensor) -> torch.Tensor:
+        """The decoder's input at drafted tokens.
+
+        Args:
+            tokens: [N, H] from `project_tokens`.
+            previous_hidden: [N, H] output of the last layer at the position before each token.
+
+        Returns:
+            [N, 2 H].
+        """
+        previous = previous_hidden if self.output_norm is None else self.output_norm(previous_hidden)
+        return torch.cat((tokens, previous), dim=1)
+
+
+class Eagle3Decoder(Decoder):
+    """The decoder of an EAGLE-3 head. Arguments of the constructor are those of `Decoder`.
+
+    The first layer's `input_norm` is the head's `hidden_norm`, and its `qkv` reads 2 H numbers per row.
+    """
+
+    def forward(
+        self, forward_input: ForwardInput, caches: list[LayerCache], embedded: torch.Tensor | None = None
+    ) -> ForwardResult:
+        """As `Decoder.forward`.
+
+        Args:
+            forward_input: N rows.
+            caches: KV cache of each layer.
+            embedded: [N, 2 H], the normed token beside the hidden state.
+
+        Raises:
+            ValueError: `embedded` is missing.
+        """
+        if embedded is None:
+            raise ValueError("embedded: an EAGLE-3 head has no input without it")
+        inputs = self._inputs(forward_input, block_size=caches[0].keys.shape[1])
+        rotation = self._rope.at(inputs.positions)
+        tokens, hidden = embedded.chunk(2, dim=1)
+        features = []
+        for index, (layer, cache) in enumerate(zip(self._weights.layers, caches, strict=True)):
+            normed = layer.input_norm(hidden)
+            if index == 0:
+                variant = self.config.eagle3
+                hidden = normed if variant is not None and variant.norm_before_residual else hidden
+                normed = torch.cat((tokens, normed), dim=1)
+            hidden = self._attend(layer, normed, hidden, rotation, cache, inputs)
+            hidden = self._residual(layer.mlp, layer.mlp_norm(hidden), hidden, layer.output_norm)
+            if index in self.feature_layers:
+                features.append(hidden)
+        return ForwardResult(
+            logits=self._logits(hidden, inputs.logit_rows),
+            hidden=torch.cat(features, dim=1) if features else None,
+        )

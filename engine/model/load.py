@@ -9,23 +9,24 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from engine.checkpoint.draft_check import check_draft
 from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.public_draft import SUPPORTED, tensor_name
 from engine.checkpoint.weights import WHOLE, ShardSpec, WeightFiles
 from engine.errors import ConfigError
 from engine.model.attention import make_attention
 from engine.model.collectives import Collectives, Solo
 from engine.model.decoder import Decoder
 from engine.model.device import Compute, KernelKind
-from engine.model.eagle_head import EagleHead
+from engine.model.eagle_head import Eagle3Decoder, Eagle3Head, EagleHead
 from engine.model.native import NativeUnavailable, load_library
 from engine.model.native_decoder import NativeDecoder, check_native
-from engine.model.shard_weights import Loader
+from engine.model.shard_weights import EMBEDDING, Loader
 
 __all__ = ["Decoder", "LoadedDraft", "Model", "load_draft", "load_model"]
 
@@ -78,7 +79,7 @@ class LoadedDraft:
 
     decoder: Model
     """Computes the logits. For an `eagle` draft it also returns the output of its last layer."""
-    head: EagleHead | None
+    head: EagleHead | Eagle3Head | None
     """Computes the decoder's input of an `eagle` draft; None for a `draft_model`."""
 
 
@@ -101,12 +102,16 @@ def load_draft(
         ConfigError: the draft does not fit the target (names the field and both values), or a reason of `load_model`.
     """
     config = check_draft(folder, target_folder).for_context(max_model_len)
-    files = WeightFiles(folder, config.quantization)
+    files = WeightFiles(folder, config.quantization, rename=tensor_name if config.eagle3 is not None else None)
+    _refuse_other_drafts(config, files)
+    if config.eagle3 is not None:
+        config = replace(config, shares_embedding=EMBEDDING not in files)
     compute = Compute(dtype, torch.device(device), kernel)
-    head = None
+    head: EagleHead | Eagle3Head | None = None
     if config.architecture == "eagle":
         with torch.inference_mode():
-            head = Loader(config, files, compute, shard=WHOLE, linear=compute.layers).eagle_head()
+            loader = Loader(config, files, compute, shard=WHOLE, linear=compute.layers)
+            head = loader.eagle_head() if config.eagle3 is None else loader.eagle3_head()
     decoder = _load_decoder(
         config,
         files,
@@ -116,6 +121,21 @@ def load_draft(
         feature_layers=() if head is None else (config.num_layers - 1,),
     )
     return LoadedDraft(decoder, head)
+
+
+def _refuse_other_drafts(config: ModelConfig, files: WeightFiles) -> None:
+    """Refuse published drafts of other kinds whose config.json looks like that of a supported one.
+
+    Raises:
+        ConfigError: names the kind, and what is supported.
+    """
+    kind = "EAGLE-1 or EAGLE-2" if config.architecture == "draft_model" and "fc.weight" in files else None
+    if config.eagle3 is not None and "mask_hidden" in files:
+        kind = "P-EAGLE"
+    if kind is not None:
+        raise ConfigError(
+            f"draft: the tensors in {files.folder} are of {kind}, which is not supported; {SUPPORTED} are"
+        )
 
 
 def _load_decoder(
@@ -164,7 +184,9 @@ def _load_decoder(
             for window in set(config.windows or (0,))
         }
         decoder = Decoder
-        if fused:
+        if config.eagle3 is not None:
+            decoder = Eagle3Decoder
+        elif fused:
             from engine.model.fused_decoder import FusedDecoder  # Imports Triton, which only GPUs need.
 
             decoder = FusedDecoder
@@ -227,6 +249,8 @@ def _supports_native(config: ModelConfig, compute: Compute, shard: ShardSpec) ->
             raise NativeUnavailable(
                 f"it needs one bfloat16 shard on cpu, given {shard.size} of {compute.dtype} on {compute.device.type}"
             )
+        if config.eagle3 is not None:
+            raise NativeUnavailable("it does not compute the first layer of an EAGLE-3 head")
         check_native(config)
         load_library()
     except NativeUnavailable as error:

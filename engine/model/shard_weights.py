@@ -13,16 +13,19 @@ from pathlib import Path
 import torch
 
 from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.public_draft import UNUSED_TENSORS
 from engine.checkpoint.weights import ShardSpec, WeightFiles
 from engine.errors import ConfigError
 from engine.model.decoder import DecoderWeights, Layer
 from engine.model.device import Compute
-from engine.model.eagle_head import EagleHead
+from engine.model.eagle_head import Eagle3Head, EagleHead
 from engine.model.layers import Block, Experts, GatedMlp, Linear, LinearKind, RmsNorm, make_linear
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 DRAFT_VOCAB = "draft_vocab"
+DRAFT_TO_TARGET = "d2t"
+"""Tensor of public heads: the distance from each draft id to its target id."""
 _IGNORED = ("rotary_emb.inv_freq",)
 _INTEGERS = (torch.int64, torch.int32)
 
@@ -76,7 +79,8 @@ class Loader:
         head = self._head(embedding)
         draft_vocab = self._draft_vocab()
         tied = (HEAD,) if config.tie_word_embeddings else ()
-        self._files.check_all_read(ignore=_IGNORED + tied)
+        unused = UNUSED_TENSORS if config.eagle3 is not None else ()
+        self._files.check_all_read(ignore=_IGNORED + tied + unused)
         return DecoderWeights(embedding, tuple(layers), final_norm, head, draft_vocab)
 
     def eagle_head(self) -> EagleHead:
@@ -100,6 +104,31 @@ class Loader:
             eps=config.rms_norm_eps,
         )
 
+    def eagle3_head(self) -> Eagle3Head:
+        """Read the input of a public EAGLE-3 head. Must be called before `decoder`.
+
+        Raises:
+            ConfigError: a tensor is missing, or has another shape than the config implies.
+        """
+        config, variant = self._config, self._config.eagle3
+        if variant is None:
+            raise ConfigError(f"draft: {self._files.folder} is not an EAGLE-3 head in a public layout")
+        hidden, width = config.hidden_size, variant.num_features * variant.feature_size
+        fuse, _ = self._part("fc", (hidden, width), bias=False)
+        feature_norms: tuple[RmsNorm, ...] = ()
+        if variant.norm_before_fc:
+            feature_norms = (self._norm("input_norm.weight", width),)
+        elif variant.fc_norm:
+            names = (f"fc_norm.{index}.weight" for index in range(variant.num_features))
+            feature_norms = tuple(self._norm(name, variant.feature_size) for name in names)
+        return Eagle3Head(
+            feature_norms=feature_norms,
+            fuse=self._make(fuse, None),
+            token_norm=self._norm("model.layers.0.input_layernorm.weight", hidden),
+            output_norm=self._norm("model.norm.weight", hidden) if variant.norm_output else None,
+            feature_width=width,
+        )
+
     def _embedding(self, target_folder: Path | None) -> torch.Tensor:
         config, files = self._config, self._files
         if config.shares_embedding:
@@ -117,9 +146,12 @@ class Loader:
         query = _scaled(self._shard.query_heads(config), dim)
         names = ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
         before = names[1] if config.output_norms else names[0]
+        # The first layer of an EAGLE-3 head reads the token beside the hidden state, whose norm has a name of its own.
+        reads_both = config.eagle3 is not None and index == 0
+        input_norm, width = ("hidden_norm", 2 * hidden) if reads_both else ("input_layernorm", hidden)
         return Layer(
-            input_norm=self._norm(prefix + "input_layernorm.weight", hidden),
-            qkv=self._qkv(attention),
+            input_norm=self._norm(f"{prefix}{input_norm}.weight", hidden),
+            qkv=self._qkv(attention, width),
             q_norm=self._norm(attention + "q_norm.weight", dim, scale=config.query_scale) if config.qk_norm else None,
             k_norm=self._norm(attention + "k_norm.weight", dim) if config.qk_norm else None,
             o=self._make(
@@ -133,19 +165,18 @@ class Loader:
             is_local=config.local_rope_theta is not None and index in config.local_layers,
         )
 
-    def _qkv(self, prefix: str) -> Linear:
-        """Query, key and value heads of this shard as one layer. Phi-3 stores them as one tensor."""
-        config = self._config
-        dim, hidden = config.head_dim, config.hidden_size
+    def _qkv(self, prefix: str, width: int) -> Linear:
+        """Query, key and value heads of this shard as one layer on `width` inputs. Phi-3 stores them as one tensor."""
+        config, dim = self._config, self._config.head_dim
         query, kv = (_scaled(heads(config), dim) for heads in (self._shard.query_heads, self._shard.kv_heads))
         rows_q, rows_kv = config.num_heads * dim, config.num_kv_heads * dim
         if config.fused_projections:
-            shape = (rows_q + 2 * rows_kv, hidden)
+            shape = (rows_q + 2 * rows_kv, width)
             places = [query, _shifted(kv, rows_q), _shifted(kv, rows_q + rows_kv)]
             parts = [self._part(prefix + "qkv_proj", shape, rows=rows, bias=config.qkv_bias) for rows in places]
         else:
             parts = [
-                self._part(prefix + name, (size, hidden), rows=rows, bias=config.qkv_bias)
+                self._part(prefix + name, (size, width), rows=rows, bias=config.qkv_bias)
                 for name, size, rows in (("q_proj", rows_q, query), ("k_proj", rows_kv, kv), ("v_proj", rows_kv, kv))
             ]
         biases = [bias for _, bias in parts if bias is not None]
@@ -201,13 +232,16 @@ class Loader:
         config = self._config
         if config.draft_vocab_size is None:
             return None
-        ids = self._files.read(DRAFT_VOCAB, (config.draft_vocab_size,))
+        name = DRAFT_VOCAB if config.eagle3 is None else DRAFT_TO_TARGET
+        if config.eagle3 is not None and config.draft_vocab_size == config.vocab_size and name not in self._files:
+            return None
+        ids = self._files.read(name, (config.draft_vocab_size,))
         if ids.dtype not in _INTEGERS:
-            raise ConfigError(f"model: tensor {DRAFT_VOCAB} is of type {ids.dtype}; allowed: int64, int32")
-        ids = ids.long()
+            raise ConfigError(f"model: tensor {name} is of type {ids.dtype}; allowed: int64, int32")
+        ids = ids.long() if config.eagle3 is None else ids.long() + torch.arange(ids.numel())
         if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(set(ids.tolist())) != ids.numel():
             raise ConfigError(
-                f"model: {DRAFT_VOCAB} must hold distinct token ids within [0, {config.vocab_size}), "
+                f"model: {name} must hold distinct token ids within [0, {config.vocab_size}), "
                 f"given are {ids.numel()} from {int(ids.min())} to {int(ids.max())}"
             )
         return ids.to(self._compute.device)

@@ -179,7 +179,7 @@ class DraftWorker:
         else:  # A quantised draft is a whole model.
             in_files = weight_bytes(config, WHOLE, dtype)
         embedding = config.vocab_size * config.hidden_size * dtype.itemsize
-        has_table = config.architecture == "eagle" and self._device.type == "cpu"
+        has_table = config.architecture == "eagle" and config.eagle3 is None and self._device.type == "cpu"
         return in_files + embedding * (int(config.shares_embedding) + int(has_table))
 
     def _total_memory(self) -> int:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from distill_fakes import VOCAB, open_target, write_target
+from eagle3_reference import PublicHead, reference_logits
+from safetensors.torch import load_file
 
 from distill.data.shards import Batch
 from distill.models.decoder import FrozenTarget, rms_norm, rope_tables
 from distill.models.draft_model import SmallDraft
 from distill.models.eagle import EagleDraft
-from distill.models.export import DraftMismatchError, export_draft, load_draft, quantise_rows, start_from
+from distill.models.eagle3 import Eagle3Draft
+from distill.models.export import AnyDraft, DraftMismatchError, export_draft, load_draft, quantise_rows, start_from
 
 VOCABULARY = torch.arange(3, 63)
 
@@ -139,14 +143,55 @@ def test_initialised_small_draft_of_all_layers_is_the_target(target: FrozenTarge
     torch.testing.assert_close(logits, target.logits(last)[:, 1:, VOCABULARY], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ["eagle", "draft_model"])
-@pytest.mark.parametrize("int8", [False, True])
+def eagle3(target: FrozenTarget, num_layers: int) -> Eagle3Draft:
+    torch.manual_seed(3)
+    draft = Eagle3Draft(target.config, (0, 1), VOCABULARY, target.embed, num_layers=num_layers)
+    draft.initialise(target, residual_size=2.0)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return draft
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_an_eagle3_draft_is_what_the_public_format_defines(
+    target: FrozenTarget, tmp_path: Path, num_layers: int
+) -> None:
+    """The exported tensors and options, in a plain implementation of the format, give the logits of the module."""
+    draft = eagle3(target, num_layers)
+    export_draft(draft, target.folder, tmp_path, card="")
+    config = json.loads((tmp_path / "config.json").read_text())
+    tensors = load_file(tmp_path / "model.safetensors")
+    ids = tensors["d2t"] + torch.arange(len(VOCABULARY))
+    assert ids.tolist() == VOCABULARY.tolist() == tensors["t2d"].nonzero()[:, 0].tolist()
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2]
+    layer = config["transformer_layer_config"]
+    head = PublicHead(layer, config, ids, {name: tensor.float() for name, tensor in tensors.items()})
+    loaded, batch = load_draft(tmp_path, target), random_batch(1, 14)
+    tokens, known = batch.tokens[0].tolist(), 10
+    features = batch.features[0].flatten(1).float()
+    expected = reference_logits(head, target.embed.float(), tokens[: known + 3], known, features[: known - 1])
+    with torch.inference_mode():
+        found = [loaded.head(hidden[0, known - 2]) for hidden in loaded.unroll(batch, 4).hidden]
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_eagle3_drafts_are_not_stored_as_int8(target: FrozenTarget, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="int8: the public layout"):
+        export_draft(eagle3(target, 1), target.folder, tmp_path, card="", int8=True)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "int8"),
+    [("eagle", False), ("eagle", True), ("draft_model", False), ("draft_model", True), ("eagle3", False)],
+)
 def test_export_round_trip(target: FrozenTarget, tmp_path: Path, architecture: str, int8: bool) -> None:
-    draft = (
-        eagle(target, 2)
-        if architecture == "eagle"
-        else SmallDraft(target.config, VOCABULARY, target.embed, num_layers=2)
-    )
+    drafts: dict[str, Callable[[], AnyDraft]] = {
+        "eagle": lambda: eagle(target, 2),
+        "eagle3": lambda: eagle3(target, 2),
+        "draft_model": lambda: SmallDraft(target.config, VOCABULARY, target.embed, num_layers=2),
+    }
+    draft = drafts[architecture]()
     export_draft(draft, target.folder, tmp_path / "draft", card="# card\n", int8=int8)
     loaded = load_draft(tmp_path / "draft", target)
     assert type(loaded) is type(draft)

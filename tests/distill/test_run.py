@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from distill_fakes import VOCAB, open_target, write_shards, write_target
+from fakes import FixedPacer
+from local_engine import LocalEngine
 from safetensors.torch import load_file
 from tiny_tokenizer import byte_level
 
@@ -19,10 +21,14 @@ from distill.data.shards import token_mass
 from distill.models.decoder import FrozenTarget
 from distill.models.draft_model import SmallDraft
 from distill.models.eagle import EagleDraft
+from distill.models.eagle3 import Eagle3Draft
+from distill.models.export import AnyDraft
 from distill.options import add_distill_parser
 from distill.settings import TrainConfig
 from distill.training.evaluate import evaluate, walk
 from distill.training.trainer import rate, train
+from engine.errors import ConfigError
+from engine.messages import SamplingParams, Submit
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +41,14 @@ def shards(target: FrozenTarget, tmp_path_factory: pytest.TempPathFactory) -> li
     return write_shards(target, tmp_path_factory.mktemp("data"), count=500, shard_tokens=3000)
 
 
-@pytest.mark.parametrize("architecture", ["eagle", "draft_model"])
+@pytest.mark.parametrize("architecture", ["eagle", "eagle3", "draft_model"])
 def test_acceptance_rises(target: FrozenTarget, shards: list[Path], tmp_path: Path, architecture: str) -> None:
     """Held-out first-token acceptance: near chance before training, several times that after it."""
     vocab = token_mass(shards, VOCAB).topk(64).indices.sort().values
-    draft: EagleDraft | SmallDraft
-    if architecture == "eagle":
-        draft = EagleDraft(target.config, (0, 1), vocab, target.embed)
+    draft: AnyDraft
+    if architecture in ("eagle", "eagle3"):
+        kind = EagleDraft if architecture == "eagle" else Eagle3Draft
+        draft = kind(target.config, (0, 1), vocab, target.embed)
     else:
         draft = SmallDraft(target.config, vocab, target.embed, num_layers=1)
     draft.initialise(target)
@@ -127,6 +134,38 @@ def test_the_command_makes_and_compares_drafts(tmp_path: Path) -> None:
     assert figures["qa"]["num_responses"] == 2
     assert len(figures["all"]["per_position"]) == 5
     assert 1.0 <= figures["all"]["tokens_per_step"] <= 6.0
+
+
+def test_an_eagle3_draft_made_by_the_command_drafts_in_the_engine(tmp_path: Path) -> None:
+    """The folder is in a public layout; its drafts are accepted more often than by chance."""
+    tokenizer = byte_level()
+    folder = write_target(tmp_path / "target", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(folder)
+    parser = argparse.ArgumentParser()
+    add_distill_parser(parser.add_subparsers())
+    made = f"distill run {folder} --architecture eagle3 --feature-layers 0,1 --out {tmp_path}/draft --chat-share 1"
+    made += " --generate 20000 --tokens 60000 --slots 16 --max-len 96 --draft-vocab 128 --dtype float32 --device cpu"
+    args = parser.parse_args(f"{made} --unroll 2 --batch-tokens 512 --row-len 96".split())
+    assert args.run(args) == 0
+    assert json.loads((tmp_path / "draft" / "config.json").read_text())["speculators_model_type"] == "eagle3"
+    submits = [
+        Submit(request_id=str(i), prompt=(5 + i, 9), sampling=SamplingParams(temperature=1.0, seed=i, max_tokens=40))
+        for i in range(8)
+    ]
+    with LocalEngine(folder) as engine:
+        plain = engine.generate(submits)
+    with LocalEngine(folder, draft_folder=tmp_path / "draft", pacer=FixedPacer(2), speculative={"k": 2}) as engine:
+        assert engine.generate(submits) == plain
+        drafted = sum(stats.num_drafted for stats in engine.stats)
+        assert sum(stats.num_accepted for stats in engine.stats) > 0.1 * drafted > 10
+
+
+def test_int8_storage_of_a_public_layout_is_refused_before_any_work(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_distill_parser(parser.add_subparsers())
+    args = parser.parse_args(f"distill run {tmp_path} --architecture eagle3 --int8 --out {tmp_path}/draft".split())
+    with pytest.raises(ConfigError, match="int8: the public layout of eagle3 drafts"):
+        args.run(args)
 
 
 def test_a_draft_is_cut_to_fewer_tokens_without_training(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from autoscale.control.controller import initial_plan
 from autoscale.policy.goodput import make_goodput
 from autoscale.policy.policies import PolicyPacer
-from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.draft_check import check_draft
 from engine.config import EngineConfig
 from engine.core.pacing import Pacer
 from engine.core.stats import StepStats
@@ -51,9 +51,10 @@ class LocalEngine:
         self, folder: Path, *, draft_folder: Path | None = None, pacer: Pacer | None = None, **settings: Any
     ) -> None:
         speculative = settings.pop("speculative", {"method": "none"})
-        if draft_folder is not None:
+        draft = check_draft(draft_folder, folder) if draft_folder is not None else None
+        if draft is not None:
             # All parts share this process: a busy machine must not look like a hung draft.
-            method = ModelConfig.load(draft_folder).architecture
+            method = draft.architecture
             speculative = {
                 "method": method,
                 "draft": str(draft_folder),
@@ -64,7 +65,7 @@ class LocalEngine:
         defaults = {"model": str(folder), "device": "cpu", "dtype": "float32", "kv_cache_tokens": 16384}
         self.config = EngineConfig.parse(defaults | settings | {"speculative": speculative})
         size = self.config.tensor_parallel_size
-        tapped = ModelConfig.load(draft_folder).feature_layers if draft_folder is not None else ()
+        tapped = draft.feature_layers if draft is not None else ()
         self.shards = [
             TargetShard(self.config, folder, rank=rank, node_id=NODE, feature_layers=tapped) for rank in range(size)
         ]

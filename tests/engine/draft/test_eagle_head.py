@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distill_fakes import VOCAB, open_target, write_target
+from eagle_requests import NUM_DRAFTED, features_of, make_proposer, request_row
 from fakes import RandomPacer
 from local_engine import LocalEngine
 from safetensors.torch import load_file, save_file
@@ -27,21 +28,11 @@ from distill.models.eagle import EagleDraft
 from distill.models.export import load_draft as load_trained
 from engine.checkpoint.draft_check import check_draft
 from engine.checkpoint.store import resolve_model
-from engine.core.block_pool import BlockPool
-from engine.core.packing import SpanRows, pack_spans
-from engine.draft.architectures import EagleArchitecture
-from engine.draft.messages import DraftRequestRow
-from engine.draft.proposer import Proposer
 from engine.errors import ConfigError
 from engine.messages import SamplingParams, Submit
-from engine.model.load import load_draft, load_model
-from engine.model.runner import ModelRunner
-from engine.sampling.row_sampling import RowSampling
+from engine.model.load import load_draft
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-BLOCK = 16
-NUM_DRAFTED = 5
 
 
 @pytest.fixture(scope="module")
@@ -52,34 +43,6 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def draft_folder(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_eagle(target_folder, tmp_path_factory.mktemp("draft"))
-
-
-def features_of(target_folder: Path, tokens: list[int]) -> torch.Tensor:
-    """[len(tokens), width]."""
-    model = load_model(target_folder, dtype=torch.float32, feature_layers=(0, 1))
-    runner = ModelRunner(model, num_blocks=8, block_size=BLOCK)
-    blocks = list(range(1, 2 + len(tokens) // BLOCK))
-    features = runner.forward(pack_spans([SpanRows(tokens, 0, blocks, 1)], BLOCK)).hidden
-    assert features is not None
-    return features
-
-
-def make_proposer(folder: Path, target_folder: Path) -> Proposer:
-    loaded = load_draft(folder, target_folder, dtype=torch.float32)
-    assert loaded.head is not None
-    caches = ModelRunner(loaded.decoder, num_blocks=32, block_size=BLOCK).caches
-    pool = BlockPool(32, BLOCK, prefix_cache=True, ahead=1)
-    vocab = loaded.decoder.draft_vocab
-    return Proposer(EagleArchitecture(loaded.head, loaded.decoder, caches), pool, vocab=vocab, max_model_len=512)
-
-
-def request_row(
-    key: int, start: int, new_tokens: list[int], feature_rows: list[int], **sampling: Any
-) -> DraftRequestRow:
-    given = {"temperature": 0.0, "top_p": 1.0, "stream_key": 3, "attempt": 1, "coupled": False} | sampling
-    return DraftRequestRow(
-        key, start, tuple(new_tokens), NUM_DRAFTED, RowSampling(**given), feature_rows=tuple(feature_rows)
-    )
 
 
 def distributions_along(
@@ -119,7 +82,7 @@ def test_drafts_have_the_trained_distributions(
     assert isinstance(trained, EagleDraft)
     seeded = torch.Generator().manual_seed(1)
     texts = [torch.randint(3, VOCAB, (length,), generator=seeded).tolist() for length in (21, 38, 2)]
-    features = [features_of(target_folder, text) for text in texts]
+    features = [features_of(target_folder, folder, text) for text in texts]
     ring, firsts = torch.cat(features), (0, 21, 59)
     probs = torch.zeros(3, NUM_DRAFTED, len(DRAFT_VOCAB))
     checked = 0
@@ -149,7 +112,7 @@ def test_drafts_have_the_trained_distributions(
 
 def test_a_shared_prefix_is_computed_once_and_drafts_are_the_same(target_folder: Path, draft_folder: Path) -> None:
     text = torch.randint(3, VOCAB, (50,), generator=torch.Generator().manual_seed(2)).tolist()
-    ring = features_of(target_folder, text)
+    ring = features_of(target_folder, draft_folder, text)
     feature_rows = [-1, *range(49)]
     proposer = make_proposer(draft_folder, target_folder)
     probs = torch.zeros(1, NUM_DRAFTED, len(DRAFT_VOCAB))

@@ -93,6 +93,6 @@ def test_a_tied_head_is_the_shards_rows_of_the_embedding(tmp_path: Path) -> None
 def test_a_tied_head_with_a_reduced_vocabulary_is_refused(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "qwen2", "qwen2")
     path = folder / "config.json"
-    path.write_text(path.read_text().replace("{", '{"draft_vocab_size": 5,', 1))
+    path.write_text(path.read_text().replace("{", '{"architecture": "draft_model", "draft_vocab_size": 5,', 1))
     with pytest.raises(ConfigError, match="tie_word_embeddings"):
         load(folder, 0, 1)

@@ -1,0 +1,158 @@
+"""EAGLE-3 heads in their two public layouts, read as a config of this package.
+
+Owns the keys of their `config.json`, the names of their tensors and the rule which layers of the target they read.
+Other published drafts are refused by name. Knows nothing of shapes: those are checked when tensors are read.
+
+    authors      flat config with `draft_vocab_size`; tensors fc, midlayer.*, norm, lm_head, d2t, t2d
+    speculators  `speculators_model_type`, `transformer_layer_config`; tensors as above with layers.N.* for midlayer.*
+
+Layer numbers: the reference implementation and vLLM number the input of a layer (j is the output of layer j - 1);
+`eagle_config` of checkpoints made for SGLang numbers the output (j is the output of layer j).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import ConfigError
+
+SUPPORTED = "EAGLE-3 heads (the authors' layout, or speculators_model_type eagle3) and drafts of `paceline distill`"
+UNUSED_TENSORS = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
+"""Tensors of public heads that drafting does not need: `t2d` follows from `d2t`, the others belong to the target."""
+_OTHER_KEYS = {"medusa_num_heads": "a Medusa draft", "dflash_config": "a DFlash draft", "ptd_token_id": "P-EAGLE"}
+"""Keys that name another kind of draft."""
+_OTHER_NAMES = {
+    "dflash": "a DFlash draft",
+    "peagle": "P-EAGLE",
+    "medusa": "a Medusa draft",
+    "mlpspeculator": "an MLP draft",
+}
+_DEFAULT_NUM_FEATURES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle3Variant:
+    """What differs between EAGLE-3 heads, beside the sizes of their layers."""
+
+    feature_size: int
+    """Hidden size of the target."""
+    num_features: int
+    """Number of target layers that the head reads."""
+    norm_before_residual: bool
+    """Whether the residual of the first layer starts at the normalised input instead of the input."""
+    norm_before_fc: bool
+    """Whether one RMSNorm over all features comes before `fc`."""
+    fc_norm: bool
+    """Whether each feature layer has an RMSNorm of its own before `fc`."""
+    norm_output: bool
+    """Whether the next drafted token reads the output of the final norm instead of its input."""
+
+
+def is_public(values: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is of a published draft: an EAGLE-3 head, or another kind that names itself."""
+    if "architecture" in values or "embed_tokens" in values:  # Paceline's own drafts say what they are.
+        return False
+    names = _names(values)
+    keys = ("speculators_model_type", "draft_vocab_size", *_OTHER_KEYS)
+    return any(key in values for key in keys) or "eagle" in names or any(name in names for name in _OTHER_NAMES)
+
+
+def translate(values: Mapping[str, Any]) -> tuple[dict[str, Any], Eagle3Variant]:
+    """The keys of a public head's `config.json` under the names of this package, and its variant.
+
+    `feature_layers` is [] where the target's number of layers decides, see `default_feature_layers`.
+
+    Raises:
+        ConfigError: another kind of draft, or an option that is not supported; names it and what is supported.
+    """
+    _refuse_others(values)
+    layer = values.get("transformer_layer_config", values)
+    if not isinstance(layer, dict):
+        raise ConfigError(f"transformer_layer_config: {layer!r} is not an object")
+    if "sliding_attention" in (layer.get("layer_types") or ()):
+        raise ConfigError("layer_types: sliding_attention is not supported in an EAGLE-3 head; allowed: full_attention")
+    layers = _feature_layers(values)
+    norms = {key: _flag(values, key) for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
+    if norms["norm_before_fc"] and norms["fc_norm"]:
+        raise ConfigError("norm_before_fc, fc_norm: both are true, allowed is one of them")
+    feature_size = values.get("target_hidden_size") or layer.get("hidden_size")
+    if type(feature_size) is not int or feature_size < 1:
+        raise ConfigError(f"target_hidden_size: {feature_size!r} is not a whole number above 0")
+    own = dict(layer) | {
+        "draft_vocab_size": values.get("draft_vocab_size") or layer.get("vocab_size"),
+        "tie_word_embeddings": False,  # A head has rows of its own, whatever the target whose config was copied has.
+        "architecture": "eagle",
+        "feature_layers": layers,
+    }
+    return own, Eagle3Variant(feature_size=feature_size, num_features=len(layers) or _DEFAULT_NUM_FEATURES, **norms)
+
+
+def default_feature_layers(num_layers: int) -> tuple[int, ...]:
+    """The layers whose outputs a head reads when its config names none: the inputs of layers 2, L / 2 and L - 3.
+
+    Raises:
+        ConfigError: the target has too few layers for three different ones.
+    """
+    inputs = (2, num_layers // 2, num_layers - 3)
+    if not inputs[0] < inputs[1] < inputs[2]:
+        raise ConfigError(
+            f"eagle_aux_hidden_state_layer_ids: missing from the draft's config.json, and the target's {num_layers} "
+            "layers are too few for the default (2, L / 2, L - 3); name the layers"
+        )
+    return tuple(layer - 1 for layer in inputs)
+
+
+def tensor_name(name: str) -> str:
+    """The name in this package of a tensor of either public layout."""
+    name = name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
+    return f"model.{name}" if re.match(r"(layers\.\d+|norm|embed_tokens)\.", name) else name
+
+
+def _refuse_others(values: Mapping[str, Any]) -> None:
+    kind = values.get("speculators_model_type")
+    if kind is not None and kind != "eagle3":
+        raise ConfigError(f"speculators_model_type: {kind!r} is not supported; supported are {SUPPORTED}")
+    for key, label in _OTHER_KEYS.items():
+        if key in values:
+            raise ConfigError(f"draft: {key} in its config.json means {label}, which is not supported; {SUPPORTED} are")
+    names = _names(values)
+    for name, label in _OTHER_NAMES.items():
+        if name in names:
+            raise ConfigError(
+                f"draft: its config.json names {label}, which is not supported; supported are {SUPPORTED}"
+            )
+    if kind is None and "draft_vocab_size" not in values and "eagle3" not in names:
+        raise ConfigError(f"draft: its config.json names EAGLE-1 or EAGLE-2, which is not supported; {SUPPORTED} are")
+
+
+def _feature_layers(values: Mapping[str, Any]) -> list[int]:
+    """Layers whose outputs the head reads, ascending; [] where the config names none."""
+    own = values.get("eagle_config") or {}
+    if not isinstance(own, dict):
+        raise ConfigError(f"eagle_config: {own!r} is not an object")
+    for key in ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"):
+        if own.get(key, True) is not True:
+            raise ConfigError(f"eagle_config.{key}: {own[key]!r} is not supported; allowed: true")
+    key = "eagle_aux_hidden_state_layer_ids"
+    first, given = (0, own[key]) if own.get(key) else (1, values.get(key) or [])
+    is_valid = isinstance(given, list) and all(type(layer) is int and layer >= first for layer in given)
+    if not is_valid or len(set(given)) < len(given):
+        raise ConfigError(f"{key}: {given!r} given, allowed is a list of different layer numbers from {first}")
+    return sorted(layer - first for layer in given)
+
+
+def _flag(values: Mapping[str, Any], key: str) -> bool:
+    value = values.get(key) or (values.get("eagle_config") or {}).get(key) or False
+    if value is not True and value is not False:
+        raise ConfigError(f"{key}: {value!r} is neither true nor false")
+    return value
+
+
+def _names(values: Mapping[str, Any]) -> str:
+    """The names that a config gives its architecture, in lower case without separators."""
+    given = values.get("architectures")
+    listed = [str(name) for name in given] if isinstance(given, list) else []
+    return re.sub(r"[^a-z0-9 ]", "", " ".join([*listed, str(values.get("model_type", ""))]).lower())

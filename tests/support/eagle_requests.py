@@ -1,0 +1,50 @@
+"""Draft requests for an EAGLE draft without an engine: the target's features, a proposer and request rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.checkpoint.draft_check import check_draft
+from engine.core.block_pool import BlockPool
+from engine.core.packing import SpanRows, pack_spans
+from engine.draft.architectures import EagleArchitecture
+from engine.draft.messages import DraftRequestRow
+from engine.draft.proposer import Proposer
+from engine.model.load import load_draft, load_model
+from engine.model.runner import ModelRunner
+from engine.sampling.row_sampling import RowSampling
+
+BLOCK = 16
+NUM_DRAFTED = 5
+
+
+def features_of(target_folder: Path, draft_folder: Path, tokens: list[int]) -> torch.Tensor:
+    """[len(tokens), width] of the layers that the draft reads."""
+    layers = check_draft(draft_folder, target_folder).feature_layers
+    model = load_model(target_folder, dtype=torch.float32, feature_layers=layers)
+    runner = ModelRunner(model, num_blocks=8, block_size=BLOCK)
+    blocks = list(range(1, 2 + len(tokens) // BLOCK))
+    features = runner.forward(pack_spans([SpanRows(tokens, 0, blocks, 1)], BLOCK)).hidden
+    assert features is not None
+    return features
+
+
+def make_proposer(folder: Path, target_folder: Path) -> Proposer:
+    loaded = load_draft(folder, target_folder, dtype=torch.float32)
+    assert loaded.head is not None
+    caches = ModelRunner(loaded.decoder, num_blocks=32, block_size=BLOCK).caches
+    pool = BlockPool(32, BLOCK, prefix_cache=True, ahead=1)
+    vocab = loaded.decoder.draft_vocab
+    return Proposer(EagleArchitecture(loaded.head, loaded.decoder, caches), pool, vocab=vocab, max_model_len=512)
+
+
+def request_row(
+    key: int, start: int, new_tokens: list[int], feature_rows: list[int], **sampling: Any
+) -> DraftRequestRow:
+    given = {"temperature": 0.0, "top_p": 1.0, "stream_key": 3, "attempt": 1, "coupled": False} | sampling
+    return DraftRequestRow(
+        key, start, tuple(new_tokens), NUM_DRAFTED, RowSampling(**given), feature_rows=tuple(feature_rows)
+    )
