@@ -227,6 +227,24 @@ def test_a_python_that_cannot_make_environments_is_passed_over(tmp_path: Path) -
     assert find_python(tmp_path).stdout.strip() == str(other)
 
 
+def test_the_tests_of_every_python_get_the_arguments_as_they_are_and_a_failure_fails(tmp_path: Path) -> None:
+    interpreter(tmp_path, "python3.12", "3, 12")
+    interpreter(tmp_path, "python3.13", "3, 13")
+    make = tmp_path / "make"
+    # It splits ARGS as the shell of a recipe does. The tests of 3.12 fail.
+    make.write_text(
+        '#!/bin/sh\nvenv=$3\neval "set -- ${4#ARGS=}"\nprintf "[%s]" "$venv" "$@"\n[ "$venv" != VENV=.venv-3.12 ]\n'
+    )
+    make.chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path)}
+    command = [str(ROOT / ".ci" / "test-all"), "tests/engine", "-k", "pool or queue"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    for version, state in (("3.12", "failed"), ("3.13", "passed")):
+        assert f"[VENV=.venv-{version}][tests/engine][-k][pool or queue]" in done.stdout
+        assert f"Python {version}: {state}" in done.stdout
+
+
 def test_every_package_is_in_the_wheel() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     top = {name for name in settings["packages"] if "." not in name}
