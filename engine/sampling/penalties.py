@@ -99,7 +99,8 @@ class Penalties:
         self._generated = np.zeros(16, dtype=np.int64)
         self._total = np.zeros(16, dtype=np.int64)
         for token, bias in options.logit_bias:
-            self._bias[self._slot(token)] += bias
+            slot = self._slot(token)  # first: it may replace the array
+            self._bias[slot] += bias
 
     def push(self, token: int, *, generated: bool) -> None:
         """Count one more occurrence of a token."""

@@ -31,7 +31,7 @@ FOLDER = Path(__file__).parent / "scripts"
 TASKS = Path(__file__).parent / "tasks"
 PAGE = Path(__file__).parents[2] / "docs" / "openai.md"
 BLOCK = re.compile(r"(<!-- clients -->\n).*?(<!-- /clients -->)", re.DOTALL)
-TIMEOUT_S = 300
+TIMEOUT_S = 600
 SCRIPTED, MODEL = "scripted engine", "model"
 
 

@@ -120,3 +120,11 @@ def test_options_are_those_of_the_request_and_none_where_all_are_neutral() -> No
     assert of_grammar.min_tokens == 3
     assert of_stop is not None
     assert of_stop.min_tokens == 1
+
+
+@pytest.mark.parametrize("num", [1, 16, 17, 300])
+def test_any_number_of_biases_is_applied(num: int) -> None:
+    bias = tuple((2 * token, token - 150.5) for token in range(num))
+    edits = Penalties(TokenOptions(num_prompt=1, logit_bias=bias)).edits()
+    assert edits is not None
+    assert list(zip(edits.token_ids.tolist(), edits.bias.tolist(), strict=True)) == list(bias)
