@@ -208,6 +208,11 @@ def test_the_effective_tool_choice(fields: dict[str, Any], mode: ToolChoice, may
     [
         ({"response_format": {"type": "json_object"}}, "response_format", GrammarSpec(kind="json_object")),
         ({"response_format": SCHEMA_FORMAT}, "response_format", GrammarSpec(kind="json_schema", text="{}")),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"é": 1}}}},
+            "response_format",
+            GrammarSpec(kind="json_schema", text='{"é": 1}'),
+        ),
         ({"guided_json": {"é": 1}}, "guided_json", GrammarSpec(kind="json_schema", text='{"é": 1}')),
         ({"guided_json": "{ }"}, "guided_json", GrammarSpec(kind="json_schema", text="{ }")),
         ({"guided_regex": "a"}, "guided_regex", GrammarSpec(kind="regex", text="a")),

@@ -6,8 +6,10 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import jsonschema
 import pytest
 from api_harness import CODEC, EOS, HERMES_HINT, LIMITS, TOOL_TEMPLATE
+from pydantic import ValidationError
 from tiny_tokenizer import TEMPLATE, byte_level
 
 from deployments.openai.prompts import ApiLimits, check_ids, detokenize, encode_prompts, has_messages, tokenize
@@ -176,3 +178,25 @@ def test_detokenize_shows_text_and_checks_ids() -> None:
     with pytest.raises(InvalidRequest) as caught:
         detokenize(body, CODEC, LIMITS)
     assert caught.value.field == "tokens"
+
+
+def test_the_json_schema_of_token_ids() -> None:
+    schema = DetokenizeBody.model_json_schema()
+    for tokens, accepted in (([], True), ([5, 6], True), ("5", False), (["5"], False), ([0.5], False)):
+        body = {"model": "m", "tokens": tokens}
+        assert jsonschema.Draft202012Validator(schema).is_valid(body) is accepted
+        try:
+            DetokenizeBody.model_validate_json(json.dumps(body))
+        except ValidationError:
+            assert not accepted
+        else:
+            assert accepted
+
+
+def test_a_conversation_that_does_not_fit_is_refused_by_its_field() -> None:
+    length = len(encode_prompts(ChatBody.model_validate_json(json.dumps(CHAT)), CODEC, LIMITS)[0])
+    prompt_of(CODEC, replace(LIMITS, max_model_len=length + 1))
+    for limits in (replace(LIMITS, max_model_len=length), replace(LIMITS, max_prompt_tokens=length - 1)):
+        with pytest.raises(InvalidRequest, match=f"messages has {length}") as caught:
+            prompt_of(CODEC, limits)
+        assert caught.value.field == "messages"

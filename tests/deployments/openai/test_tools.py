@@ -225,3 +225,31 @@ def test_a_call_may_be_followed_by_nothing_but_eos() -> None:
     assert len(choice["logprobs"]["content"]) == len(engine.script) + 1 == response.json()["usage"]["completion_tokens"]
     assert choice["logprobs"]["content"][-1]["bytes"] is None
     assert engine.submitted[0].sampling.stop_token_ids == (EOS,)
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [
+        ("hermes", "ebnf"),
+        ("generic", "ebnf"),
+        ("qwen_xml", "ebnf"),
+        ("llama3", "json_schema"),
+        ("mistral", "json_schema"),
+    ],
+)
+def test_the_kind_of_a_forcing_grammar(form: Any, kind: str) -> None:
+    assert forcing_grammar(form, tools(*TOOLS), ToolChoice("required"), is_parallel=True).kind == kind
+
+
+def test_a_tool_whose_schema_is_nested_too_deep_is_refused() -> None:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(70):
+        schema = {"type": "array", "items": schema}
+    deep = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}},
+    }
+    for form in ("llama3", "hermes"):
+        with pytest.raises(InvalidRequest, match="nested deeper than 64") as caught:
+            forcing_grammar(form, tools(deep), ToolChoice("required"), is_parallel=True)  # type: ignore[arg-type]
+        assert caught.value.field == "tools"

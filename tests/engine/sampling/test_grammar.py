@@ -227,6 +227,14 @@ def test_an_ended_text_allows_stop_tokens_only_and_can_go_back() -> None:
     assert allowed(matcher) == [ord("a")]
 
 
+def test_a_mask_has_every_byte_that_may_begin_a_character_and_nothing_beyond_the_vocabulary() -> None:
+    matcher = Matcher(byte_grammars().compile(GrammarSpec(kind="regex", text="[^a]{1,3}")), (END,))
+    tokens = allowed(matcher)
+    assert ord("a") not in tokens
+    assert {0x20, 0x7E, 0xC3, 0xE4, 0xF0, 0xF4} <= set(tokens)
+    assert max(tokens) <= END
+
+
 def test_foreseen_tokens_are_those_that_the_grammar_forces() -> None:
     compiled = byte_grammars().compile(GrammarSpec(kind="regex", text="xyz[ab]"))
     matcher = Matcher(compiled, (END,))
