@@ -80,7 +80,7 @@ def _calls_schema(tools: Sequence[Tool], key: str) -> dict[str, Any]:
         for tool in tools
     ]
     definitions = {tool.function.name: _moved(tool.function.parameters, tool.function.name) for tool in tools}
-    return {"$defs": definitions} | (calls[0] if len(calls) == 1 else {"anyOf": calls})
+    return {"$defs": definitions, "anyOf": calls}
 
 
 def _moved(schema: Any, name: str) -> Any:
