@@ -12,7 +12,7 @@ import torch
 from api_harness import CHAT, CODEC, LIMITS
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tiny_tokenizer import byte_level
+from tiny_tokenizer import TEMPLATE, byte_level
 from tokenizers import AddedToken
 
 from deployments.errors import ContextLengthExceeded
@@ -276,3 +276,29 @@ def test_the_longest_prompts() -> None:
     assert len(make_submits(completion(prompt=[5] * 10), "r", CODEC, limits, checked)[0].prompt) == 10
     with pytest.raises(ContextLengthExceeded, match="at most 10 tokens, but prompt has 11"):
         make_submits(completion(prompt=[5] * 11), "r", CODEC, limits, checked)
+
+
+@pytest.mark.parametrize(
+    ("end", "fields", "allows_thoughts"),
+    [
+        ("", {}, True),
+        ("<think>", {}, True),
+        ("<think></think>", {}, False),
+        ("", {"add_generation_prompt": False}, False),
+    ],
+)
+def test_a_grammar_begins_after_the_thoughts_that_the_prompt_leaves_possible(
+    end: str, fields: dict[str, Any], allows_thoughts: bool
+) -> None:
+    tokenizer = byte_level()
+    tokenizer.chat_template = TEMPLATE + "{# </think> #}" + end
+    codec = TextCodec(tokenizer, eos_token_ids=[tokenizer.eos_token_id])
+    (submit,) = make_submits(chat(guided_regex="a+", **fields), "r", codec, LIMITS, checked)
+    grammar = submit.sampling.grammar
+    assert grammar is not None
+    if allows_thoughts:
+        assert (grammar.kind, "</think" in grammar.text) == ("ebnf", True)
+    else:
+        assert grammar == GrammarSpec(kind="regex", text="a+")
+    (submit,) = make_submits(chat(guided_regex="a+"), "r", CODEC, LIMITS, checked)
+    assert submit.sampling.grammar == GrammarSpec(kind="regex", text="a+")
