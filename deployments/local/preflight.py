@@ -158,6 +158,22 @@ def check_memory(settings: AppSettings, folder: Path, draft_folder: Path | None,
         )
 
 
+def weights_line(engine: EngineConfig, folder: Path) -> str | None:
+    """What is done with quantised weights and what memory it takes; None if the weights are floats."""
+    config = ModelConfig.load(folder)
+    link = folder / GGUF_FILE
+    if config.quantization is None and not link.is_symlink():
+        return None
+    label = "GGUF" if config.quantization is None else config.quantization.label
+    files = [link] if config.quantization is None else folder.glob("*.safetensors")
+    is_float32 = engine.dtype == "float32"
+    loaded = _weight_bytes(folder, config) * (2 if is_float32 else 1)
+    return (
+        f"Weights: {label}, {_size(sum(file.stat().st_size for file in files))} in the files, dequantised at load to "
+        f"{'float32' if is_float32 else 'bfloat16'}: {_size(loaded)} in memory"
+    )
+
+
 def _model_bytes(engine: EngineConfig, folder: Path) -> tuple[int, int]:
     """Bytes of weights and of the KV cache over all shards."""
     config = ModelConfig.load(folder)

@@ -92,6 +92,8 @@ def _prepare(settings: AppSettings, console: Console) -> None:
     for line in startup_lines(settings.engine):
         console.print(line, markup=False, highlight=False)
     folder = resolve_model(settings.engine.model)
+    if (weights := preflight.weights_line(settings.engine, folder)) is not None:
+        console.print(weights, markup=False, highlight=False)
     draft, draft_folder = settings.engine.speculative.draft, None
     if draft is not None:
         try:

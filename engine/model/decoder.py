@@ -130,8 +130,8 @@ class Decoder:
         self.device = compute.device
         self.draft_vocab = weights.draft_vocab
         self._attention = attention
-        # Rounded to the dtype of the model first, as `transformers` does.
-        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
+        # In the dtype of the model, as `transformers` has it.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype, device=self.device)
         self._collectives = collectives
         self.feature_layers = feature_layers
         self._weights = weights

@@ -54,7 +54,9 @@ class Rope:
     def at(self, positions: torch.Tensor) -> Rotation:
         """The rotation of rows at these positions, [N] int64."""
         angles = positions[:, None].float() * self._inverse_freq  # [N, head_dim / 2]
-        cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
+        cos, sin = angles.cos(), angles.sin()
+        if self._factor != 1.0:
+            cos, sin = cos * self._factor, sin * self._factor
         return Rotation(
             cos=torch.cat((cos, cos), -1).to(self._dtype).unsqueeze(1),
             sin=torch.cat((-sin, sin), -1).to(self._dtype).unsqueeze(1),

@@ -43,9 +43,15 @@ def forward_of(spans: list[tuple[int, int]]) -> tuple[ForwardInput, int]:
 
 
 @settings(max_examples=25, deadline=None)
-@given(spans=SPANS, num_kv_heads=st.integers(1, 2), group_size=st.sampled_from([1, 4]), same_rows=st.booleans())
+@given(
+    spans=SPANS,
+    num_kv_heads=st.integers(1, 2),
+    group_size=st.sampled_from([1, 4]),
+    same_rows=st.booleans(),
+    window=st.sampled_from([0, 0, 1, 5, 250]),
+)
 def test_varlen_equals_the_reference(
-    spans: list[tuple[int, int]], num_kv_heads: int, group_size: int, same_rows: bool
+    spans: list[tuple[int, int]], num_kv_heads: int, group_size: int, same_rows: bool, window: int
 ) -> None:
     if same_rows:  # Plain decoding: one row per span, where the window is unlimited.
         spans = [(1, context) for _, context in spans]
@@ -54,7 +60,7 @@ def test_varlen_equals_the_reference(
     shape = (num_blocks, PAGE, num_kv_heads, 16)
     keys, values = (torch.randn(shape, generator=generator).bfloat16() for _ in range(2))
     query = torch.randn(len(forward_input.token_ids), num_kv_heads * group_size, 16, generator=generator).bfloat16()
-    fast, slow = VarlenAttention(device=CPU), ReferenceAttention()
+    fast, slow = VarlenAttention(device=CPU, window=window), ReferenceAttention(window=window)
     found = fast.attend(query, keys, values, fast.prepare(forward_input, block_size=PAGE))
     expected = slow.attend(query, keys, values, slow.prepare(forward_input, block_size=PAGE))
     assert (found.float() - expected.float()).abs().max().item() < 0.03
@@ -65,5 +71,6 @@ def test_plain_decoding_has_an_unlimited_window_and_verification_a_causal_one() 
     attention = VarlenAttention(device=CPU)
     decode, _ = forward_of([(1, 300), (1, 20)])
     verify, _ = forward_of([(1, 300), (4, 20)])
-    assert attention.prepare(decode, block_size=PAGE).window == (-1, -1)
-    assert attention.prepare(verify, block_size=PAGE).window == (-1, 0)
+    assert attention.prepare(decode, block_size=PAGE).limits(0) == (-1, -1)
+    assert attention.prepare(verify, block_size=PAGE).limits(0) == (-1, 0)
+    assert attention.prepare(decode, block_size=PAGE).limits(64) == (63, 0)

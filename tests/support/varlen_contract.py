@@ -33,7 +33,7 @@ def _check(
         raise RuntimeError(f"head_dim must be a multiple of 8 and at most 256, is {query.shape[-1]}")
     if query.dtype not in (torch.float16, torch.bfloat16) or key.dtype is not query.dtype:
         raise RuntimeError(f"FlashAttention only supports fp16 and bf16, given {query.dtype} and {key.dtype}")
-    if window not in ([-1, 0], [-1, -1]):
+    if window != [-1, -1] and (window[0] < -1 or window[1] != 0):
         raise RuntimeError(f"window {window} is not used here")
 
 
@@ -80,6 +80,8 @@ def _flash_attention_2(
         if window[1] == 0:
             last_seen = num_kv - (end - begin) + torch.arange(end - begin)
             scores.masked_fill_(torch.arange(num_kv) > last_seen[:, None], float("-inf"))
+            if window[0] >= 0:
+                scores.masked_fill_(torch.arange(num_kv) < last_seen[:, None] - window[0], float("-inf"))
         out[begin:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(out.dtype)
     lse = torch.empty(query.shape[1], query.shape[0])
     return out, lse, torch.empty(2, dtype=torch.uint64)

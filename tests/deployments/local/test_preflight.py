@@ -143,6 +143,11 @@ def test_quantised_weights_count_as_they_are_in_memory(tmp_path: Path) -> None:
     preflight.check_memory(plan, folder, None, free_bytes=needed)
     with pytest.raises(ConfigError, match="memory"):
         preflight.check_memory(plan, folder, None, free_bytes=needed - 1)
+    assert preflight.weights_line(plan.engine, folder) == (
+        "Weights: awq 4-bit integers, 0 MB in the files, dequantised at load to bfloat16: 0 MB in memory"
+    )
+    (folder / "config.json").write_text(json.dumps(config))
+    assert preflight.weights_line(plan.engine, folder) is None
 
 
 class Disk:

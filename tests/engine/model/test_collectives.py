@@ -7,6 +7,7 @@ are not divisible.
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from engine.checkpoint.store import resolve_model
 from engine.checkpoint.weights import ShardSpec
 from engine.core.step import ForwardInput
 from engine.errors import ConfigError, ShardDown
-from engine.model.collectives import Solo
+from engine.model.collectives import Group, Solo, open_store
 from engine.model.load import load_model
 from engine.model.runner import ModelRunner
 
@@ -45,12 +46,13 @@ def test_shards_together_are_the_whole_model(tmp_path: Path, size: int) -> None:
         write_model(tmp_path / "biased", "llama-biased", intermediate_size=79),
         write_model(tmp_path / "qwen2", "qwen2"),
         write_model(tmp_path / "qwen3", "qwen3"),
-        write_model(tmp_path / "gemma", "gemma3_text"),
-        write_model(tmp_path / "phi3", "phi3", intermediate_size=83),
-        write_model(tmp_path / "moe", "qwen3_moe", moe_intermediate_size=37),
     ]
     models = [(folder, forward_inputs_for(VOCAB), BLOCK_SIZE) for folder in folders]
     models.append((resolve_model("smollm2", progress=False), forward_inputs_for(49152), BLOCK_SIZE))
+    assert_shards_equal_the_whole(size, models)
+
+
+def assert_shards_equal_the_whole(size: int, models: list[tuple[Path, list[ForwardInput], int]]) -> None:
     results = run_ranks(logits_of_models, size, models)
     assert all(logits is None for rank in results[1:] for model in rank for logits in model)
     for (folder, forward_inputs, _), found in zip(models, results[0], strict=True):
@@ -60,18 +62,43 @@ def test_shards_together_are_the_whole_model(tmp_path: Path, size: int) -> None:
             assert np.abs(whole.numpy() - logits).max() < 1e-4, folder
 
 
+def test_shards_of_windows_fused_projections_and_experts(tmp_path: Path) -> None:
+    folders = [
+        write_model(tmp_path / "gemma", "gemma3_text"),
+        write_model(tmp_path / "phi3", "phi3", intermediate_size=83),
+        write_model(tmp_path / "moe", "qwen3_moe", moe_intermediate_size=37),
+    ]
+    assert_shards_equal_the_whole(2, [(folder, forward_inputs_for(VOCAB), BLOCK_SIZE) for folder in folders])
+
+
 def test_shards_beyond_the_kv_heads_have_copies_of_them(tmp_path: Path) -> None:
     """Four ranks: two KV heads are on two ranks each, and one KV head is on all."""
     folders = [
         write_model(tmp_path / "two", "qwen3", num_attention_heads=8, num_key_value_heads=2),
         write_model(tmp_path / "one", "phi3", num_attention_heads=4, num_key_value_heads=1),
     ]
-    found = run_ranks(logits_of_models, 4, [(folder, forward_inputs_for(VOCAB), BLOCK_SIZE) for folder in folders])[0]
-    for folder, logits_of_steps in zip(folders, found, strict=True):
+    for folder in folders:
         runner = ModelRunner(load_model(folder, dtype=torch.float32), num_blocks=128, block_size=BLOCK_SIZE)
-        for forward_input, logits in zip(forward_inputs_for(VOCAB), logits_of_steps, strict=True):
+        found = logits_of_threads(4, folder, forward_inputs_for(VOCAB))
+        for forward_input, logits in zip(forward_inputs_for(VOCAB), found, strict=True):
             whole = runner.forward(forward_input).require_logits()
-            assert np.abs(whole.numpy() - logits).max() < 1e-4, folder
+            assert (whole - logits).abs().max().item() < 1e-4, folder
+
+
+def logits_of_threads(size: int, folder: Path, forward_inputs: list[ForwardInput]) -> list[torch.Tensor]:
+    """Logits of rank 0 of shards that are threads of this process."""
+    store = open_store(size=size, master=True)
+
+    def run(rank: int) -> list[torch.Tensor | None]:
+        own = store if rank == 0 else open_store(port=store.port, size=size, master=False)
+        group = Group.connect(rank=rank, size=size, store=own, device=torch.device("cpu"), timeout_s=60)
+        model = load_model(folder, dtype=torch.float32, collectives=group)
+        runner = ModelRunner(model, num_blocks=128, block_size=BLOCK_SIZE)
+        return [runner.forward(forward_input).logits for forward_input in forward_inputs]
+
+    with ThreadPoolExecutor(size) as pool:
+        results = list(pool.map(run, range(size)))
+    return [logits for logits in results[0] if logits is not None]
 
 
 @pytest.mark.parametrize("size", [4, 9, 12])
@@ -120,15 +147,11 @@ def test_a_hung_peer_is_noticed_at_the_deadline() -> None:
 
 
 def test_a_peer_that_never_comes_is_an_error() -> None:
-    from engine.model.collectives import Group, open_store
-
     store = open_store(size=2, master=True)
     with pytest.raises(ShardDown, match="shard 0 of 2"):
         Group.connect(rank=0, size=2, store=store, device=torch.device("cpu"), timeout_s=0.5)
 
 
 def test_no_store_is_an_error() -> None:
-    from engine.model.collectives import open_store
-
     with pytest.raises(ShardDown, match="no store at"):
         open_store("127.0.0.1", 1, size=2, master=False, timeout_s=0.5)

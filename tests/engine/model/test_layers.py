@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.model.layers import PackedLinear, PlainLinear, RmsNorm, make_linear
+from engine.model.layers import Experts, GatedMlp, PackedLinear, PlainLinear, RmsNorm, make_linear
 
 PACKABLE = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
@@ -28,7 +28,7 @@ def test_packs_bf16_and_nothing_else() -> None:
     rows=st.sampled_from([1, 2, 6, 16, 33, 130]),
     size=st.sampled_from([(1, 8), (97, 48), (192, 576), (576, 161)]),
     biased=st.booleans(),
-    operation=st.sampled_from(["plain", "silu", "times", "plus"]),
+    operation=st.sampled_from(["plain", "silu", "gelu_tanh", "times", "plus"]),
 )
 def test_packed_equals_plain(rows: int, size: tuple[int, int], biased: bool, operation: str) -> None:
     torch.manual_seed(rows)
@@ -40,7 +40,7 @@ def test_packed_equals_plain(rows: int, size: tuple[int, int], biased: bool, ope
     def apply(layer: PackedLinear | PlainLinear, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         if operation == "plain":
             return layer(x)
-        return layer.silu(x) if operation == "silu" else getattr(layer, operation)(x, other)
+        return getattr(layer, operation)(*((x,) if operation in ("silu", "gelu_tanh") else (x, other)))
 
     exact = apply(PlainLinear(weight.float(), None if bias is None else bias.float()), x.float(), other.float())
     packed = apply(PackedLinear(weight, bias), x, other)
@@ -58,6 +58,7 @@ def test_plain_layer_leaves_its_inputs_alone() -> None:
     assert torch.allclose(layer.plus(x, other), layer(x) + other)
     assert torch.allclose(layer.times(x, other), layer(x) * other)
     assert torch.allclose(layer.silu(x), torch.nn.functional.silu(layer(x)))
+    assert torch.allclose(layer.gelu_tanh(x), torch.nn.functional.gelu(layer(x), approximate="tanh"))
     assert torch.equal(x, kept[0])
     assert torch.equal(other, kept[1])
 
@@ -87,3 +88,28 @@ def test_a_float32_norm_uses_the_plain_operator() -> None:
     weight, x = torch.randn(8), torch.randn(3, 8)
     exact = torch.nn.functional.rms_norm(x, (8,), weight, 1e-6)
     assert torch.equal(RmsNorm(weight, 1e-6, fast=True)(x), exact)
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_experts_are_the_weighted_sum_of_the_best_ones(normalise: bool) -> None:
+    """Against the definition, one row and one expert at a time."""
+    torch.manual_seed(3)
+    size, inner, num_experts, per_token = 6, 10, 5, 2
+    router = torch.randn(num_experts, size)
+    mlps = [
+        GatedMlp(*(PlainLinear(torch.randn(shape)) for shape in ((inner, size), (inner, size), (size, inner))))
+        for _ in range(num_experts)
+    ]
+    experts = Experts(PlainLinear(router), mlps, per_token=per_token, normalise=normalise)
+    x, other = torch.randn(9, size), torch.randn(9, size)
+    expected = torch.zeros(9, size)
+    for row in range(9):
+        probs = (router @ x[row]).softmax(0)
+        best = probs.argsort(descending=True)[:per_token]
+        total = probs[best].sum() if normalise else 1.0
+        for number in best.tolist():
+            expected[row] += probs[number] / total * mlps[number](x[row : row + 1])[0]
+    torch.testing.assert_close(experts(x), expected)
+    kept = other.clone()
+    torch.testing.assert_close(experts.plus(x, other), expected + other)
+    assert torch.equal(other, kept)
