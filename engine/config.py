@@ -71,6 +71,12 @@ class SpeculativeConfig(Settings):
     """Shortest suffix, in tokens, that prompt lookup matches."""
     ngram_max: Annotated[int, Field(ge=1, le=16)] = 4
     """Longest suffix, in tokens, that prompt lookup matches."""
+    shared_lookup: Literal["off", "client", "all"] = "off"
+    """Whose outputs prompt lookup searches beside the request itself: `off` (none), `client` (earlier ones of the same
+    client, that is of the same API key) or `all` (earlier ones of everybody). The text of an answer never depends on
+    it, but its speed does: with `all`, a client can tell from the speed whether another one got a text."""
+    shared_lookup_mib: Annotated[int, Field(ge=1, le=4096)] = 16
+    """Memory of the outputs that `shared_lookup` keeps, in MiB; the oldest are dropped. 16 bytes per token."""
     memory_fraction: Annotated[float, Field(gt=0, le=0.5)] = 0.10
     """Upper bound of the draft's weights and KV cache, as a fraction of device memory."""
     deadline_s: Annotated[float, Field(gt=0, le=60)] = 2.0

@@ -9,6 +9,7 @@ from engine.draft.first_of import FirstOf
 from engine.draft.grammar import GrammarDrafter
 from engine.draft.ngram import NgramDrafter
 from engine.draft.remote import RemoteDrafter
+from engine.draft.shared_text import SharedText
 
 __all__ = ["make_drafter"]
 
@@ -30,7 +31,12 @@ def make_drafter(config: SpeculativeConfig, remote: RemoteDrafter | None, *, voc
 def _method(config: SpeculativeConfig, remote: RemoteDrafter | None) -> Drafter:
     if config.method == "none":
         return NoDrafter()
-    lookup = NgramDrafter(min_size=config.ngram_min, max_size=config.ngram_max)
+    lookup = NgramDrafter(
+        min_size=config.ngram_min,
+        max_size=config.ngram_max,
+        shared=SharedText(config.shared_lookup_mib << 20) if config.shared_lookup != "off" else None,
+        per_client=config.shared_lookup == "client",
+    )
     if remote is None:
         return lookup
     return FirstOf(lookup, remote, source="lookup") if config.lookup else remote

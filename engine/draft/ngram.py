@@ -1,7 +1,7 @@
 """Prompt lookup: when the last tokens occurred earlier in the request, draft what followed them then (Saxena 2023).
 
-Owns one n-gram index per request, extended by committed tokens only. Uses no model. The drafts are certain (q is
-one-hot).
+Owns one n-gram index per request, extended by committed tokens only, and what may be looked up in the texts of other
+requests. Uses no model. The drafts are certain (q is one-hot).
 """
 
 from __future__ import annotations
@@ -10,7 +10,13 @@ from collections.abc import Sequence
 
 from engine.core.drafter import empty_rows
 from engine.core.pacing import MAX_MATCH_LEN, match_class
+from engine.core.request import Request
 from engine.core.step import Batch, Draft, DraftRow, Verdict
+from engine.draft.shared_text import SharedText
+
+SHARED_MATCH_LEN = 2
+"""Length that a match in another request's text is counted as: it continues as often as a match of this length within
+the request."""
 
 
 class _NgramIndex:
@@ -52,11 +58,19 @@ class NgramDrafter:
     Args:
         min_size: length of the shortest suffix that is looked up, in tokens.
         max_size: length of the longest suffix that is looked up, in tokens.
+        shared: texts of finished requests, which are looked up too where their match is longer; None looks up nothing
+            but the request itself.
+        per_client: whether a request sees the texts of its own client only. A request without a client sees none.
     """
 
-    def __init__(self, *, min_size: int, max_size: int) -> None:
+    def __init__(
+        self, *, min_size: int, max_size: int, shared: SharedText | None = None, per_client: bool = True
+    ) -> None:
         self._sizes = range(min_size, max_size + 1)
         self._indexes: dict[int, _NgramIndex] = {}
+        self._shared = shared
+        self._per_client = per_client
+        self._groups: dict[str, int] = {}  # client -> group of its texts
 
     def draft(self, batch: Batch) -> Draft:
         rows = empty_rows(batch)
@@ -64,6 +78,8 @@ class NgramDrafter:
             if (max_k := span.max_lookup_k) > 0:
                 index = self._indexes.setdefault(span.request.key, _NgramIndex(self._sizes))
                 found, match_len = index.lookup(span.request.tokens, max_k)
+                if self._shared is not None and match_len < MAX_MATCH_LEN:
+                    found, match_len = self._longer(span.request, found, match_len, max_k)
                 if span.k_by_match is not None:
                     found = found[: span.k_by_match[match_class(match_len)]]
                 reason = span.reason if found else "no_match"
@@ -71,9 +87,32 @@ class NgramDrafter:
         return Draft(tuple(rows))
 
     def committed(self, batch: Batch, verdict: Verdict) -> None:
-        """The index of a request reads its tokens itself when it is asked again."""
-        del batch, verdict
+        """Share the output of requests that have ended. An index reads new tokens itself when it is asked again."""
+        del verdict
+        if self._shared is None:
+            return
+        for span in batch.spans:
+            request = span.request
+            if request.finish_reason is not None and (group := self._group(request)) is not None:
+                self._shared.add(request.tokens[len(request.submit.prompt) :], group)
 
     def forget(self, keys: Sequence[int]) -> None:
         for key in keys:
             self._indexes.pop(key, None)
+
+    def _longer(self, request: Request, found: tuple[int, ...], match_len: int, k: int) -> tuple[tuple[int, ...], int]:
+        """The request's own match, or a longer one in the shared texts."""
+        group = self._group(request)
+        if self._shared is None or group is None:
+            return found, match_len
+        other = self._shared.find(request.tokens, group, k)
+        if other is None or other.match_len <= match_len:
+            return found, match_len
+        return other.token_ids, SHARED_MATCH_LEN
+
+    def _group(self, request: Request) -> int | None:
+        """The group whose texts a request sees and adds to; None for no sharing."""
+        if not self._per_client:
+            return 0
+        client = request.submit.client
+        return self._groups.setdefault(client, len(self._groups)) if client else None
