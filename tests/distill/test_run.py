@@ -157,7 +157,9 @@ def test_an_eagle3_draft_made_by_the_command_drafts_in_the_engine(tmp_path: Path
     with LocalEngine(folder, draft_folder=tmp_path / "draft", pacer=FixedPacer(2), speculative={"k": 2}) as engine:
         assert engine.generate(submits) == plain
         drafted = sum(stats.num_drafted for stats in engine.stats)
-        assert sum(stats.num_accepted for stats in engine.stats) > 0.1 * drafted > 10
+        assert drafted > 100
+        # A guess out of 256 tokens is right once in 256 times, and a second token counts only after a right first one.
+        assert sum(stats.num_accepted for stats in engine.stats) > 10 * drafted / 256
 
 
 def test_int8_storage_of_a_public_layout_is_refused_before_any_work(tmp_path: Path) -> None:
