@@ -131,9 +131,9 @@ def first_costs(shard: TargetShard, costs: TableCache) -> CostTable:
         "max_spans": shard.config.max_num_requests,
     }
     kept = costs.load()
-    if kept is not None and still_holds(kept, shard.forward, **limits):
+    if kept is not None and still_holds(kept, shard.timed_forward, **limits):
         return kept
-    table = profile_target(shard.forward, **limits)
+    table = profile_target(shard.timed_forward, **limits)
     costs.store(table)
     return table
 

@@ -7,10 +7,11 @@ verifies with a sharded model and with a toy model of ten tokens. `engine.core.a
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from msgspec import Struct
 
@@ -20,6 +21,7 @@ from engine.core.step import Batch, Draft, Features, RowVerdict, Span, Verdict
 from engine.messages import EmittedKind, TokenLogprobs
 from engine.sampling.logits_processor import BatchLogitsProcessor
 from engine.sampling.logprobs import Scores, score, token_logprobs
+from engine.sampling.readback import HostClock, StepClock
 from engine.sampling.rejection import Outcome
 from engine.sampling.staging import to_device, to_host
 
@@ -31,12 +33,21 @@ class Verifier:
         forward: the target.
         block_size: tokens per KV block.
         acceptance: which implementation of the acceptance rules to use; the results are equal.
+        clock: measures the forward and brings the results to the host; None for a target on a CPU.
     """
 
-    def __init__(self, forward: Forward, *, block_size: int, acceptance: AcceptanceKind = "auto") -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        *,
+        block_size: int,
+        acceptance: AcceptanceKind = "auto",
+        clock: StepClock | None = None,
+    ) -> None:
         self._forward = forward
         self._block_size = block_size
         self._acceptance: AcceptanceKind = acceptance
+        self._clock = clock or HostClock()
 
     def verify(self, batch: Batch, draft: Draft) -> Verdict:
         """Run the target once and accept or reject every draft token.
@@ -44,14 +55,17 @@ class Verifier:
         Raises:
             ShardDown: a target shard does not answer.
         """
-        begin = time.perf_counter()
+        clock = self._clock
+        clock.begin()
         forward_input = pack_step(batch, draft, self._block_size)
         result = self._forward(forward_input)
-        forwarded = time.perf_counter()
-        rows = accept_or_reject(result.require_logits(), batch.spans, draft, acceptance=self._acceptance)
+        clock.forwarded()
+        rows = accept_or_reject(
+            result.require_logits(), batch.spans, draft, acceptance=self._acceptance, read=clock.read
+        )
         features = Features(result.hidden, forward_input.q_lens) if result.hidden is not None else None
-        sample_s = time.perf_counter() - forwarded
-        return Verdict(rows, verify_s=forwarded - begin, sample_s=sample_s, features=features)
+        times = clock.times()
+        return Verdict(rows, verify_s=times.forward_s, sample_s=times.rest_s, features=features)
 
 
 class _PromptRows(Struct, frozen=True, gc=False):
@@ -67,7 +81,12 @@ class _PromptRows(Struct, frozen=True, gc=False):
 
 @torch.inference_mode()
 def accept_or_reject(
-    logits: torch.Tensor, spans: Sequence[Span], draft: Draft, *, acceptance: AcceptanceKind = "auto"
+    logits: torch.Tensor,
+    spans: Sequence[Span],
+    draft: Draft,
+    *,
+    acceptance: AcceptanceKind = "auto",
+    read: Callable[[Sequence[torch.Tensor]], list[npt.NDArray[Any]]] = to_host,
 ) -> tuple[RowVerdict, ...]:
     """Apply each request's logits processor and acceptance rule to its rows. The host waits for the device once.
 
@@ -77,6 +96,7 @@ def accept_or_reject(
         spans: the spans of the step.
         draft: the draft tokens, in the order of the spans.
         acceptance: which implementation of the acceptance rules to use.
+        read: copies the results to the host; the only wait.
     """
     prompts, sampled = _layout(spans, draft)
     reported = [place for place, job in enumerate(sampled) if _num_top(job) is not None]
@@ -94,7 +114,7 @@ def accept_or_reject(
         if unchanged is not None:
             results += _score_emitted(unchanged, sampled, reported, outcome).tensors()
         results += [outcome.num_accepted, outcome.last_token]
-    return _verdicts(to_host(results), len(spans), prompts, sampled, reported)
+    return _verdicts(read(results), len(spans), prompts, sampled, reported)
 
 
 def _layout(spans: Sequence[Span], draft: Draft) -> tuple[list[_PromptRows], list[SampledSpan]]:

@@ -123,7 +123,7 @@ class BatchLogitsProcessor:
         self._columns = columns
         self._edits: list[tuple[int, LogitEdits]] = []
         self._forbidden: list[tuple[int, tuple[int, ...]]] = []
-        self._masked: list[tuple[int, torch.Tensor]] = []
+        self._masked: list[tuple[int, npt.NDArray[np.int32]]] = []
 
     @property
     def can_exclude_all(self) -> bool:
@@ -136,7 +136,7 @@ class BatchLogitsProcessor:
         if edits is not None:
             self._edits.append((row, edits))
         if logits_processor.matcher is not None:
-            mask = torch.empty(1, logits_processor.matcher.num_words, dtype=torch.int32)
+            mask = np.empty((1, logits_processor.matcher.num_words), dtype=np.int32)
             logits_processor.matcher.fill(mask, 0, forbid_stop=logits_processor.forbids_stop)
             self._masked.append((row, mask))
         elif logits_processor.forbids_stop:
@@ -194,13 +194,15 @@ class BatchLogitsProcessor:
 
     def _apply_masks(self, logits: torch.Tensor) -> None:
         rows = [row for row, _ in self._masked]
-        masks = torch.cat([mask for _, mask in self._masked])
+        masks = np.concatenate([mask for _, mask in self._masked])
         if self._columns is None and logits.device.type == "cpu":
-            all_masks = torch.full((len(logits), masks.shape[1]), -1, dtype=torch.int32)
+            all_masks = np.full((len(logits), masks.shape[1]), -1, dtype=np.int32)
             all_masks[rows] = masks
-            xgrammar.apply_token_bitmask_inplace(logits, all_masks, vocab_size=logits.shape[-1], indices=rows)
+            xgrammar.apply_token_bitmask_inplace(
+                logits, torch.from_numpy(all_masks), vocab_size=logits.shape[-1], indices=rows
+            )
             return
-        index, words = to_device([np.array(rows, dtype=np.int64), masks.numpy()], logits.device)
+        index, words = to_device([np.array(rows, dtype=np.int64), masks], logits.device)
         bits = (words.unsqueeze(-1) >> torch.arange(32, device=logits.device)) & 1
         allowed = bits.flatten(1).bool()
         allowed = allowed[:, : logits.shape[-1]] if self._columns is None else allowed[:, self._columns.vocab]

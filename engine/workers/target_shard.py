@@ -15,6 +15,7 @@ in their order:
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from engine.model.collectives import Collectives, Group, Solo, open_store
 from engine.model.device import pick_device, pick_dtype, set_threads, with_device
 from engine.model.load import Model, load_model
 from engine.model.runner import ModelRunner, num_kv_blocks
+from engine.sampling.readback import DeviceClock, Event, HostClock, StepClock, timed_event
 from engine.workers.memory_plan import gpu_kv_bytes
 
 PEER_TIMEOUT_S = 30.0
@@ -59,6 +61,7 @@ class TargetShard:
         rank: number of this shard.
         node_id: node that this process runs on; shared memory never crosses nodes.
         feature_layers: layers, ascending, whose outputs the draft reads. Rank 0 taps them, other ranks ignore them.
+        device: device that computes; None takes the one of the settings.
     """
 
     runner: ModelRunner
@@ -69,14 +72,21 @@ class TargetShard:
     _receiver: ForwardReceiver
 
     def __init__(
-        self, config: EngineConfig, folder: Path, *, rank: int, node_id: str, feature_layers: tuple[int, ...] = ()
+        self,
+        config: EngineConfig,
+        folder: Path,
+        *,
+        rank: int,
+        node_id: str,
+        feature_layers: tuple[int, ...] = (),
+        device: torch.device | None = None,
     ) -> None:
         self.config = config = with_device(config)
         self.rank = rank
         self.folder = folder
         self.node_id = node_id
         self.feature_layers = feature_layers if rank == 0 else ()
-        self.device = pick_device(config.device)
+        self.device = pick_device(config.device) if device is None else device
         self.stopping = threading.Event()
         """Set by `stop`; whatever runs this shard ends then."""
         self._store: TCPStore | None = None  # rank 0 of several
@@ -160,7 +170,8 @@ class TargetShard:
         self._receiver = ForwardReceiver.open(handle, node_id=self.node_id)
 
     def forward(self, forward_input: ForwardInput) -> ForwardResult:
-        """Run one forward on all shards. On rank 0, one thread at a time.
+        """Queue one forward on all shards. On rank 0, one thread at a time. On a GPU nothing waits for the result here:
+        the clock of the step does.
 
         Raises:
             ShardDown: another shard does not answer.
@@ -170,11 +181,30 @@ class TargetShard:
                 self._sender.wait_open(PEER_TIMEOUT_S)
             self._num_forwards += 1
             self._sender.send(self._num_forwards, forward_input, deadline_s=PEER_TIMEOUT_S)
-        result = self.runner.forward(forward_input)
-        if self.device.type == "cuda":
-            # The host reads the logits next anyway, and the measured time then covers the whole forward.
-            torch.cuda.current_stream().synchronize()
-        return result
+        return self.runner.forward(forward_input)
+
+    def step_clock(self, new_event: Callable[[], Event] = timed_event) -> StepClock:
+        """The clock of the steps that this shard leads. After `load`, on rank 0.
+
+        Args:
+            new_event: makes the events of a GPU's clock.
+        """
+        if self.device.type != "cuda":
+            return HostClock()
+        return DeviceClock(timeout_s=PEER_TIMEOUT_S, abort=self._collectives.abort, new_event=new_event)
+
+    def timed_forward(self, forward_input: ForwardInput) -> float:
+        """Seconds of one forward whose result is not used. On rank 0, between two steps.
+
+        Raises:
+            ShardDown: another shard does not answer.
+        """
+        clock = self.step_clock()
+        clock.begin()
+        self.forward(forward_input)
+        clock.forwarded()
+        clock.read([])
+        return clock.times().forward_s
 
     def run(self) -> None:
         """Take part in every forward of rank 0 until `stop`, or until rank 0 ends. On ranks 1 and higher.
