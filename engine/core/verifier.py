@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from engine.core.acceptance import AcceptanceKind, SampledSpan, accept_all, accept_each, draft_table
 from engine.core.packing import Forward, pack_step, prompt_rows
-from engine.core.step import Batch, Draft, Features, RowVerdict, Span, Verdict
+from engine.core.step import Batch, DeviceDrafts, Draft, Features, RowVerdict, Span, Verdict
 from engine.messages import EmittedKind, TokenLogprobs
 from engine.sampling.logits_processor import BatchLogitsProcessor
 from engine.sampling.logprobs import Scores, score, token_logprobs
@@ -109,12 +109,18 @@ def accept_or_reject(
         _process(logits, sampled)
         if acceptance == "auto":
             acceptance = "each" if logits.device.type == "cpu" else "together"
-        accept = accept_each if acceptance == "each" else accept_all
-        outcome = accept(logits, sampled, draft.vocab)
+        on_device = draft.on_device
+        if acceptance == "each" and on_device is None:
+            outcome = accept_each(logits, sampled, draft.vocab)
+        else:
+            outcome = accept_all(logits, sampled, draft.vocab, on_device)
         if unchanged is not None:
-            results += _score_emitted(unchanged, sampled, reported, outcome).tensors()
+            results += _score_emitted(unchanged, sampled, reported, outcome, on_device).tensors()
+        if on_device is not None:
+            emitted = outcome.emitted(draft_table(sampled, logits.device, on_device))
+            results += [emitted, on_device.confidences]
         results += [outcome.num_accepted, outcome.last_token]
-    return _verdicts(read(results), len(spans), prompts, sampled, reported)
+    return _verdicts(read(results), len(spans), prompts, sampled, reported, on_device=draft.on_device is not None)
 
 
 def _layout(spans: Sequence[Span], draft: Draft) -> tuple[list[_PromptRows], list[SampledSpan]]:
@@ -131,7 +137,7 @@ def _layout(spans: Sequence[Span], draft: Draft) -> tuple[list[_PromptRows], lis
             prompts.append(_PromptRows(index, range(first, first + len(scored)), tokens, num_top))
             first += len(scored)
         if span.samples:
-            rows = range(first, first + len(draft_row.token_ids) + 1)
+            rows = range(first, first + draft_row.num_tokens + 1)
             sampled.append(SampledSpan(index, span, draft_row, rows, span.request.row_sampling))
             first = rows.stop
     return prompts, sorted(sampled, key=lambda job: not job.by_choice)
@@ -157,7 +163,7 @@ def _process(logits: torch.Tensor, sampled: Sequence[SampledSpan]) -> None:
         logits_processor.follow(job.span.request.tokens)
         num_tokens = logits_processor.num_tokens
         batch_processor.add(job.rows.start, logits_processor)
-        for row, token in zip(job.rows[1:], job.draft_row.token_ids, strict=True):
+        for row, token in zip(job.rows[1:], job.draft_row.token_ids, strict=True):  # The host has these tokens.
             if not logits_processor.push(token):
                 break  # This token will be rejected, so no later row is used.
             batch_processor.add(row, logits_processor)
@@ -175,7 +181,11 @@ def _score_prompts(logits: torch.Tensor, prompts: Sequence[_PromptRows]) -> Scor
 
 
 def _score_emitted(
-    logits: torch.Tensor, sampled: Sequence[SampledSpan], reported: Sequence[int], outcome: Outcome
+    logits: torch.Tensor,
+    sampled: Sequence[SampledSpan],
+    reported: Sequence[int],
+    outcome: Outcome,
+    on_device: DeviceDrafts | None,
 ) -> Scores:
     """Score the emitted tokens of the reported spans, one row per draft token and one more.
 
@@ -184,8 +194,9 @@ def _score_emitted(
         sampled: all spans that yield tokens.
         reported: indices into `sampled`.
         outcome: of all spans in `sampled`.
+        on_device: draft tokens that only the device has.
     """
-    emitted = outcome.emitted(draft_table(sampled, logits.device))
+    emitted = outcome.emitted(draft_table(sampled, logits.device, on_device))
     places = np.array([place for place in reported for _ in sampled[place].rows], dtype=np.int64)
     offsets = np.array([j for place in reported for j in range(len(sampled[place].rows))], dtype=np.int64)
     place_index, offset_index = to_device([places, offsets], logits.device)
@@ -199,8 +210,14 @@ def _verdicts(
     prompts: Sequence[_PromptRows],
     sampled: Sequence[SampledSpan],
     reported: Sequence[int],
+    *,
+    on_device: bool,
 ) -> tuple[RowVerdict, ...]:
-    """The verdict of each span, from the arrays that `accept_or_reject` has copied to the host."""
+    """The verdict of each span, from the arrays that `accept_or_reject` has copied to the host.
+
+    Args:
+        on_device: whether emitted tokens and confidences are among them.
+    """
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
     if prompts:
         chosen, values, ids = results[:3]
@@ -213,20 +230,28 @@ def _verdicts(
         return tuple(verdicts)
     num_accepted, last_tokens = results[-2].tolist(), results[-1].tolist()
     emitted_logprobs: dict[int, list[TokenLogprobs]] = {}
+    emitted, confidences = (results[-4], results[-3]) if on_device else (results[-1], results[-1])
     if reported:
         tops = [_num_top(sampled[place]) or 0 for place in reported for _ in sampled[place].rows]
-        logprobs = token_logprobs(results[-5], results[-4], results[-3], tops)
+        chosen, values, ids = results[: -4 if on_device else -2][-3:]
+        logprobs = token_logprobs(chosen, values, ids, tops)
         for place in reported:
             emitted_logprobs[place] = logprobs[: num_accepted[place] + 1]
             logprobs = logprobs[len(sampled[place].rows) :]
     for place, (job, number, last_token) in enumerate(zip(sampled, num_accepted, last_tokens, strict=True)):
-        drafted = job.draft_row.token_ids
+        drafted = job.draft_row
+        accepted = drafted.token_ids[:number]
+        certainties: tuple[float, ...] = ()
+        if drafted.num_on_device:
+            accepted = tuple(emitted[place][:number].tolist())
+            certainties = tuple(confidences[drafted.device_row][: drafted.num_on_device].tolist())
         verdicts[job.index] = RowVerdict(
-            token_ids=(*drafted[:number], last_token),
+            token_ids=(*accepted, last_token),
             num_accepted=number,
-            last=_last_kind(len(drafted), number),
+            last=_last_kind(drafted.num_tokens, number),
             logprobs=tuple(emitted_logprobs.get(place, ())),
             prompt_logprobs=prompt_logprobs.get(job.index, ()),
+            confidences=certainties,
         )
     return tuple(verdicts)
 

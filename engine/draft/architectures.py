@@ -11,18 +11,20 @@ architectures (`engine.draft.proposer`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 from engine.core.packing import Forward
 from engine.core.step import ForwardInput
 from engine.errors import EngineError
-from engine.model.decoder import LayerCache
+from engine.model.decoder import LayerCache, with_device_tokens
 from engine.model.eagle_head import EagleHead
 from engine.model.load import Model
+from engine.sampling.staging import to_device
 
 _TABLE_ROWS = 4096
 """Vocabulary rows that are projected at once when the token table of an EAGLE draft is built."""
@@ -41,7 +43,9 @@ class Outputs:
         """The outputs of some rows."""
         if len(rows) == len(self.logits):
             return self
-        return Outputs(self.logits[rows], None if self.previous_hidden is None else self.previous_hidden[rows])
+        (index,) = to_device([np.array(rows, dtype=np.int64)], self.logits.device)
+        hidden = self.previous_hidden
+        return Outputs(self.logits.index_select(0, index), None if hidden is None else hidden.index_select(0, index))
 
 
 class Architecture(Protocol):
@@ -119,6 +123,9 @@ class EagleArchitecture:
 
     def _tokens(self, forward_input: ForwardInput) -> torch.Tensor:
         ids = self._index(forward_input.token_ids)
+        known = forward_input.device_tokens
+        if known is not None:
+            ids = with_device_tokens(ids, known.ids, self._index(known.places))
         if self._table is not None:
             return F.embedding(ids, self._table)
         return self._head.project_tokens(F.embedding(ids, self._decoder.embedding))
@@ -138,5 +145,6 @@ class EagleArchitecture:
             hidden = hidden.index_select(0, self._index(forward_input.logit_rows))
         return Outputs(result.logits, hidden)
 
-    def _index(self, values: np.ndarray[tuple[int], np.dtype[np.int32]]) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(self._decoder.device)
+    def _index(self, values: npt.NDArray[Any]) -> torch.Tensor:
+        (index,) = to_device([values.astype(np.int64)], self._decoder.device)
+        return index

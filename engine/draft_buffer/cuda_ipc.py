@@ -4,22 +4,24 @@ Owns the allocation, its export and opening through CUDA IPC, the two interproce
 settings that break CUDA IPC. The allocation is exported once and opened once per draft process. Per step there are only
 two event calls. Knows nothing of draft requests and responses (`engine.draft_buffer.control_block`).
 
-    target's stream    reads probs | record asked  ......................  wait responded | reads probs
-    draft's stream                   wait asked | writes probs | record responded
+    target's stream    writes new tokens, features | record asked  ...................  wait responded | reads drafts
+    draft's stream                                   wait asked | writes ids, confidences, probs | record responded
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch.multiprocessing import reductions
 
 from engine.errors import ConfigError
+from engine.sampling.staging import pack_words, split_words
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _MIN_BYTES = 2 * 1024 * 1024
@@ -144,6 +146,7 @@ class CudaDraftPayload:
     def __init__(self, export: CudaExport, uuid: str) -> None:
         refuse_expandable_segments()
         self.device = device_of(uuid)
+        self._host: torch.Tensor | None = None  # pinned; grows to the largest result
         # The index of the GPU may differ between the two processes.
         arguments = {**dict(export.rebuild), "storage_device": self.device.index}
         with torch.cuda.device(self.device):
@@ -155,11 +158,20 @@ class CudaDraftPayload:
         """Wait until the current stream has written the payload.
 
         The target's stream could wait for the event instead. But a draft whose GPU hangs, or that dies with work
-        queued, would then block the target's stream without a deadline. The draft has its token ids on the host
-        already, so the wait is short.
+        queued, would then block the target's stream without a deadline.
         """
         self._responded.record(torch.cuda.current_stream(self.device))
         self._responded.synchronize()
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> list[npt.NDArray[Any]]:
+        """`publish`, and copy tensors to the host with the same wait."""
+        words = pack_words(tensors)
+        if self._host is None or self._host.numel() < words.numel():
+            self._host = torch.empty(2 * words.numel(), dtype=torch.int32, pin_memory=True)
+        host = self._host[: words.numel()]
+        host.copy_(words, non_blocking=True)
+        self.publish()
+        return split_words(host.numpy(), tensors)
 
     def acquire(self) -> None:
         """Order the target's reads of the previous response before later writes of the current stream."""

@@ -35,6 +35,14 @@ class Collectives(Protocol):
         """
         ...
 
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Replace the tensor by that of rank 0, in place.
+
+        Raises:
+            ShardDown: a peer is dead, or did not respond in time.
+        """
+        ...
+
     def gather_logits(self, local: torch.Tensor, columns: Sequence[int]) -> torch.Tensor | None:
         """Concatenate the columns of all ranks on rank 0.
 
@@ -66,6 +74,9 @@ class Solo:
     size = 1
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
         pass
 
     def gather_logits(self, local: torch.Tensor, columns: Sequence[int]) -> torch.Tensor | None:
@@ -142,6 +153,7 @@ class Group:
         """
         number = torch.ones(1, device=self._device)
         self.all_reduce(number)
+        self.broadcast(number)
         self.gather_logits(number.view(1, 1), [1] * self.size)
         if self._device.type == "cuda":
             event = timed_event()
@@ -154,6 +166,12 @@ class Group:
         options = dist.AllreduceOptions()
         options.timeout = self._timeout
         self._run(lambda: self._backend.allreduce([tensor], options))
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = self._timeout
+        self._run(lambda: self._backend.broadcast([tensor], options))
 
     def gather_logits(self, local: torch.Tensor, columns: Sequence[int]) -> torch.Tensor | None:
         padded = F.pad(local, (0, max(columns) - local.shape[1])).contiguous()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -79,6 +80,17 @@ class DecoderWeights:
     """hidden -> this shard's part of the logit columns."""
     draft_vocab: torch.Tensor | None
     """[draft_vocab_size] int64 target token id of each logit column; None when column i is token i."""
+
+
+def with_device_tokens(token_ids: torch.Tensor, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Token ids of rows, some of which are in device memory.
+
+    Args:
+        token_ids: [N] int64, used where `places` is negative.
+        ids: [M] int64 ids in device memory.
+        places: [N] int64 index into `ids`.
+    """
+    return torch.where(places >= 0, ids[places.clamp(min=0)], token_ids)
 
 
 class Decoder:
@@ -160,8 +172,16 @@ class Decoder:
 
     def _inputs(self, forward_input: ForwardInput, *, block_size: int) -> Inputs:
         source = forward_input
-        arrays = (source.token_ids, source.positions, source.slots, source.logit_rows)
-        token_ids, positions, slots, logit_rows = to_device([array.astype(np.int64) for array in arrays], self.device)
+        known = source.device_tokens
+        arrays: list[npt.NDArray[Any]] = [source.token_ids, source.positions, source.slots, source.logit_rows]
+        arrays += [known.places] if known is not None else []
+        token_ids, positions, slots, logit_rows, *places = to_device(
+            [array.astype(np.int64, copy=False) for array in arrays], self.device
+        )
+        if known is not None:
+            token_ids = with_device_tokens(token_ids, known.ids, places[0])
+        if source.tokens_from_rank_0:
+            self._collectives.broadcast(token_ids)
         return Inputs(
             token_ids=token_ids,
             positions=positions,

@@ -51,6 +51,10 @@ class LogitsProcessor:
         """Whether fewer than min_tokens tokens have been generated, so that no stop token is allowed."""
         return len(self._tokens) - self.options.num_prompt < self.options.min_tokens
 
+    def forbids_stop_after(self, num_drafted: int) -> bool:
+        """`forbids_stop` after as many further tokens, whatever they are."""
+        return len(self._tokens) + num_drafted - self.options.num_prompt < self.options.min_tokens
+
     @property
     def has_ended(self) -> bool:
         """Whether a stop token has ended the text of the grammar."""
@@ -140,6 +144,15 @@ class BatchLogitsProcessor:
             logits_processor.matcher.fill(mask, 0, forbid_stop=logits_processor.forbids_stop)
             self._masked.append((row, mask))
         elif logits_processor.forbids_stop:
+            self._forbidden.append((row, logits_processor.stop_token_ids))
+
+    def add_ahead(self, row: int, logits_processor: LogitsProcessor, num_drafted: int) -> None:
+        """Apply to row `row` what is known before `num_drafted` further tokens are: bias, the penalties of the tokens
+        so far and min_tokens, but no grammar."""
+        edits = logits_processor.edits()
+        if edits is not None:
+            self._edits.append((row, edits))
+        if logits_processor.forbids_stop_after(num_drafted):
             self._forbidden.append((row, logits_processor.stop_token_ids))
 
     def apply(self, logits: torch.Tensor) -> None:

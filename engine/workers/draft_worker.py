@@ -20,8 +20,8 @@ from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.core.step import ForwardInput, ForwardResult
 from engine.draft.architectures import Architecture, EagleArchitecture, PlainArchitecture
-from engine.draft.messages import DraftInfo, DraftRequestRow
-from engine.draft.proposer import Proposer
+from engine.draft.messages import DraftInfo, DraftRequest, DraftRequestRow, DraftResponseRow
+from engine.draft.proposer import OnDevice, Proposer
 from engine.draft_buffer.target_endpoint import BufferHandle, DraftEndpoint, gpu_uuid, open_draft_buffer
 from engine.errors import ConfigError, EngineUnavailable
 from engine.metrics.counters import MetricCounters, MetricSnapshot
@@ -30,6 +30,7 @@ from engine.model.load import LoadedDraft, load_draft
 from engine.model.runner import ModelRunner, kv_bytes_per_token, num_kv_blocks
 from engine.sampling.grammar import Grammars
 from engine.sampling.row_sampling import RowSampling
+from engine.sampling.staging import to_host
 from engine.sampling.vocabulary import load_tokenizer_info
 
 _WAIT_PERIOD_S = 0.5
@@ -118,14 +119,19 @@ class DraftWorker:
                 request = self._endpoint.wait(_WAIT_PERIOD_S)
                 if request is not None:
                     begin = time.perf_counter()
-                    rows = self._proposer.propose(
-                        request.rows, request.released, self._endpoint.probs, self._endpoint.features
-                    )
+                    rows = self._propose(request)
                     self._endpoint.respond(rows, draft_s=time.perf_counter() - begin)
         except EngineUnavailable as error:
             _log.info("the draft ends: %s", error)
         finally:
             self._endpoint.close()
+
+    def _propose(self, request: DraftRequest) -> tuple[DraftResponseRow, ...]:
+        endpoint, views = self._endpoint, self._endpoint.views
+        on_device = None
+        if endpoint.on_device:
+            on_device = OnDevice(views.token_ids, views.confidences, views.new_tokens, endpoint.read)
+        return self._proposer.propose(request.rows, request.released, views.probs, views.features, on_device)
 
     def stop(self) -> None:
         """Make `run` return. Idempotent. Thread-safe."""
@@ -198,13 +204,17 @@ def warm_up(
     """
     probs = torch.empty(2, k, width, device=device)
     features = torch.zeros(1, feature_width, dtype=dtype, device=device) if feature_width > 0 else None
+    on_device = None
+    if device.type == "cuda":
+        ids = torch.ones(8, dtype=torch.int32, device=device)
+        on_device = OnDevice(ids[:4].view(2, k), torch.empty(2, k, device=device), ids, to_host)
     places = (0,) * 3 if feature_width > 0 else ()
     rows = [
         DraftRequestRow(key, 0, (1,) * 3, k, RowSampling(temperature, 0.9, 0, 1, False), feature_rows=places)
         for key, temperature in enumerate((0.0, 1.0), start=1)
     ]
-    proposer.propose(rows, [], probs, features)
-    proposer.propose([], [row.key for row in rows], probs, features)
+    proposer.propose(rows, [], probs, features, on_device)
+    proposer.propose([], [row.key for row in rows], probs, features, on_device)
 
 
 def _architecture(draft: LoadedDraft, width: int, *, num_blocks: int, block_size: int) -> Architecture:
