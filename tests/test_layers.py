@@ -30,6 +30,7 @@ LAYERS = {
         "workers",
         "draft_buffer",
         "draft",
+        "graphs",
         "model metrics ipc",
         "core kernels",
         "sampling checkpoint",

@@ -48,6 +48,7 @@ class PacedShard:
         table = first_costs(shard, self._costs)
         goodput = make_goodput(speculative.method, speculative.k, table, lookup=speculative.lookup)
         self._goodput = goodput
+        goodput.cost.pad_rows(shard.padded_rows)
         self.slot = slot = PlanSlot(initial_plan(speculative))
         """Holds the plan in force."""
         self._aggregator = Aggregator(speculative.method)

@@ -21,7 +21,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from engine.errors import ConfigError
-from engine.sampling.staging import pack_words, split_words
+from engine.sampling.staging import pack_words, unpack_words
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _MIN_BYTES = 2 * 1024 * 1024
@@ -171,7 +171,7 @@ class CudaDraftPayload:
         host = self._host[: words.numel()]
         host.copy_(words, non_blocking=True)
         self.publish()
-        return split_words(host.numpy(), tensors)
+        return unpack_words(host.numpy(), tensors)
 
     def acquire(self) -> None:
         """Order the target's reads of the previous response before later writes of the current stream."""

@@ -156,7 +156,10 @@ class Decoder:
         Raises:
             ShardDown: another shard is gone or hung.
         """
-        inputs = self._inputs(forward_input, block_size=caches[0].keys.shape[1])
+        return self.compute(self._inputs(forward_input, block_size=caches[0].keys.shape[1]), caches, embedded)
+
+    def compute(self, inputs: Inputs, caches: list[LayerCache], embedded: torch.Tensor | None = None) -> ForwardResult:
+        """`forward` with inputs that are on the device already. Neither reads nor copies from the host."""
         hidden = F.embedding(inputs.token_ids, self._weights.embedding) if embedded is None else embedded
         rotation = self._rope.at(inputs.positions)
         features = []
@@ -170,6 +173,10 @@ class Decoder:
             hidden=torch.cat(features, dim=1) if features else None,
         )
 
+    def share_tokens(self, token_ids: torch.Tensor) -> None:
+        """Give every shard the token ids of rank 0, in place."""
+        self._collectives.broadcast(token_ids)
+
     def _inputs(self, forward_input: ForwardInput, *, block_size: int) -> Inputs:
         source = forward_input
         known = source.device_tokens
@@ -181,7 +188,7 @@ class Decoder:
         if known is not None:
             token_ids = with_device_tokens(token_ids, known.ids, places[0])
         if source.tokens_from_rank_0:
-            self._collectives.broadcast(token_ids)
+            self.share_tokens(token_ids)
         return Inputs(
             token_ids=token_ids,
             positions=positions,

@@ -24,6 +24,8 @@ from engine.draft.messages import DraftInfo, DraftRequest, DraftRequestRow, Draf
 from engine.draft.proposer import OnDevice, Proposer
 from engine.draft_buffer.target_endpoint import BufferHandle, DraftEndpoint, gpu_uuid, open_draft_buffer
 from engine.errors import ConfigError, EngineUnavailable
+from engine.graphs.buckets import make_buckets
+from engine.graphs.forward import CudaCapture, GraphedForward
 from engine.metrics.counters import MetricCounters, MetricSnapshot
 from engine.model.device import pick_device, pick_dtype, set_threads, with_device
 from engine.model.load import LoadedDraft, load_draft
@@ -32,6 +34,7 @@ from engine.sampling.grammar import Grammars
 from engine.sampling.row_sampling import RowSampling
 from engine.sampling.staging import to_host
 from engine.sampling.vocabulary import load_tokenizer_info
+from engine.workers.draft_connection import MAX_REQUEST_TOKENS
 
 _WAIT_PERIOD_S = 0.5
 _SEQUENCE_LEN = 4096
@@ -86,7 +89,7 @@ class DraftWorker:
         target = ModelConfig.load(self._target_folder)
         width = config.draft_vocab_size or min(config.vocab_size, target.vocab_size)
         num_blocks = self._num_blocks(config, dtype)
-        architecture = _architecture(draft, width, num_blocks=num_blocks, block_size=self._config.kv_block_size)
+        architecture = _architecture(self._config, draft, width, num_blocks=num_blocks)
         self._pool = pool = BlockPool(
             num_blocks,
             self._config.kv_block_size,
@@ -217,19 +220,29 @@ def warm_up(
     proposer.propose([], [row.key for row in rows], probs, features, on_device)
 
 
-def _architecture(draft: LoadedDraft, width: int, *, num_blocks: int, block_size: int) -> Architecture:
+def _architecture(config: EngineConfig, draft: LoadedDraft, width: int, *, num_blocks: int) -> Architecture:
     """The draft's model over a new KV cache.
 
     Args:
+        config: settings of the engine.
         draft: loaded weights.
         width: columns of the logits that are tokens; columns from `width` on are padding and are never drafted.
-        num_blocks, block_size: of the cache.
+        num_blocks: blocks of the cache.
     """
-    runner = ModelRunner(draft.decoder, num_blocks=num_blocks, block_size=block_size)
+    runner = ModelRunner(draft.decoder, num_blocks=num_blocks, block_size=config.kv_block_size)
     if draft.head is not None:
         return EagleArchitecture(draft.head, draft.decoder, runner.caches)
+    compute = runner.forward
+    if config.cuda_graphs == "on" and draft.decoder.device.type == "cuda":
+        compute = GraphedForward(
+            runner,
+            make_buckets(max_requests=config.max_num_requests, max_k=0),
+            CudaCapture(draft.decoder.device),
+            max_kv=min(config.max_model_len or draft.decoder.config.max_model_len, draft.decoder.config.max_model_len),
+            max_ids=MAX_REQUEST_TOKENS,
+        ).forward
 
     def forward(forward_input: ForwardInput) -> ForwardResult:
-        return ForwardResult(runner.forward(forward_input).require_logits()[:, :width])
+        return ForwardResult(compute(forward_input).require_logits()[:, :width])
 
     return PlainArchitecture(forward)

@@ -25,6 +25,8 @@ from torch._C._distributed_c10d import TCPStore
 from engine.config import EngineConfig
 from engine.core.step import ForwardInput, ForwardResult
 from engine.errors import ShardDown
+from engine.graphs.buckets import make_buckets, row_sizes
+from engine.graphs.forward import Capture, CudaCapture, GraphedForward
 from engine.ipc.forward_broadcast import ForwardHandle, ForwardReceiver, ForwardRingSpec, ForwardSender
 from engine.model.collectives import Collectives, Group, Solo, open_store
 from engine.model.device import pick_device, pick_dtype, set_threads, with_device
@@ -92,6 +94,7 @@ class TargetShard:
         self._store: TCPStore | None = None  # rank 0 of several
         self._sender: ForwardSender | None = None  # rank 0 of several
         self._collectives: Collectives = Solo()
+        self._graphs: GraphedForward | None = None
         self._num_forwards = 0
 
     def open_rendezvous(self) -> int:
@@ -147,6 +150,24 @@ class TargetShard:
         """
         self.runner = ModelRunner(self._model, num_blocks=num_blocks, block_size=self.config.kv_block_size)
         self.max_model_len = max_model_len
+        if self.config.cuda_graphs == "on" and self.device.type == "cuda":
+            self.record(CudaCapture(self.device))
+
+    def record(self, capture: Capture) -> None:
+        """Record forwards of decoding and verification, on all shards at once. After the KV cache is made.
+
+        Args:
+            capture: records them.
+        """
+        config = self.config
+        buckets = make_buckets(max_requests=config.max_num_requests, max_k=config.speculative.k)
+        max_ids = config.max_num_requests * max(1, config.speculative.k)
+        self._graphs = GraphedForward(self.runner, buckets, capture, max_kv=self.max_model_len, max_ids=max_ids)
+
+    @property
+    def padded_rows(self) -> tuple[int, ...]:
+        """Rows that forwards are padded to, ascending; empty where none is. After `allocate`."""
+        return () if self._graphs is None else row_sizes(self._graphs.buckets)
 
     def forward_handle(self, rank: int) -> ForwardHandle:
         """Where shard `rank`, 1 or higher, receives forward inputs. On rank 0."""
@@ -181,10 +202,10 @@ class TargetShard:
                 self._sender.wait_open(PEER_TIMEOUT_S)
             self._num_forwards += 1
             self._sender.send(self._num_forwards, forward_input, deadline_s=PEER_TIMEOUT_S)
-        return self.runner.forward(forward_input)
+        return self._compute(forward_input)
 
     def step_clock(self, new_event: Callable[[], Event] = timed_event) -> StepClock:
-        """The clock of the steps that this shard leads. After `load`, on rank 0.
+        """The clock of the forwards of this shard. After `load`.
 
         Args:
             new_event: makes the events of a GPU's clock.
@@ -213,11 +234,15 @@ class TargetShard:
             ShardDown: rank 0 died.
         """
         set_threads(self.config, own_threads=self.runner.model.own_threads)
+        clock = self.step_clock()
         try:
             while not self.stopping.is_set() and not self._receiver.closed:
                 received = self._receiver.receive(_RECEIVE_PERIOD_S)
                 if received is not None:
-                    self.runner.forward(received[1])
+                    clock.begin()
+                    self._compute(received[1])
+                    clock.forwarded()
+                    clock.read([])  # The next input comes after this forward anyway. A hung peer is noticed here.
         except ShardDown:
             if not self.stopping.is_set():  # while all shards stop, another one may be gone first
                 raise
@@ -233,6 +258,9 @@ class TargetShard:
         if self._sender is not None:
             self._sender.close()
         self._collectives.close()
+
+    def _compute(self, forward_input: ForwardInput) -> ForwardResult:
+        return (self.runner if self._graphs is None else self._graphs).forward(forward_input)
 
     def _meet(self, port: int) -> Collectives:
         size = self.config.tensor_parallel_size

@@ -152,3 +152,14 @@ def test_a_measured_table_replaces_what_was_learned() -> None:
 def test_knots_double_from_one_to_the_largest_step_and_batch() -> None:
     assert tuple(2**power for power in range(12)) == ROW_KNOTS
     assert tuple(2**power for power in range(9)) == BATCH_KNOTS
+
+
+def test_padded_rows_are_paid_for_and_rows_within_the_padding_are_free() -> None:
+    cost, padded = CostModel(replace(cpu_table(), sample_row_s=0.0)), CostModel(replace(cpu_table(), sample_row_s=0.0))
+    padded.pad_rows((1, 4, 8))
+    assert padded.verify_s(2, 0) == padded.verify_s(4, 0) == cost.verify_s(4, 0)
+    assert padded.verify_s(9, 0) == cost.verify_s(9, 0)
+    added = padded.added_rows_s(2, 4).tolist()
+    assert added[:3] == [0.0, 0.0, 0.0]
+    assert added[3] == added[4] == pytest.approx(cost.verify_s(8, 0) - cost.verify_s(4, 0))
+    assert padded.added_rows_s(2, 4).shape == cost.added_rows_s(2, 4).shape

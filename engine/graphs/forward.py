@@ -1,0 +1,225 @@
+"""A model's forward with a CUDA graph per bucket; the eager forward is its slow twin and computes everything else.
+
+Owns the static memory of each recorded forward: pinned host memory that one copy brings to the device, the tensors that
+the recording reads, and those that it writes. None is ever allocated again. Rows that pad a bucket write to the scratch
+block, and nothing reads what they compute. `Capture` is injected, so that tests replay without a GPU.
+
+    host     fill the pinned memory (tokens, positions, slots, lengths, block tables)
+    device   copy it | copy drafted ids | replay: gather ids, broadcast, layers, logits -> static results
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.core.step import ForwardInput, ForwardResult
+from engine.graphs.buckets import Bucket, find_bucket
+from engine.model.attention_varlen import PagedSpans
+from engine.model.decoder import Decoder, Inputs, LayerCache, with_device_tokens
+from engine.model.runner import ModelRunner
+from engine.sampling.staging import DTYPES
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+class Capture(Protocol):
+    """Records what a function queues, after running it once."""
+
+    def __call__(self, compute: Callable[[], None]) -> Callable[[], None]:
+        """What queues the same work again, on the same memory."""
+        ...
+
+
+class CudaCapture:
+    """Records CUDA graphs that share one memory pool.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)
+
+    def __call__(self, compute: Callable[[], None]) -> Callable[[], None]:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            compute()  # Loads kernels and makes workspaces, which a recording must not.
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            compute()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+
+class GraphedForward:
+    """The forward of one shard.
+
+    Args:
+        runner: the model and its cache; also computes what no bucket holds.
+        buckets: sizes to record.
+        capture: records them.
+        max_kv: longest sequence in tokens.
+        max_ids: most token ids of `ForwardInput.device_tokens`.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, buckets: Sequence[Bucket], capture: Capture, *, max_kv: int, max_ids: int
+    ) -> None:
+        if not isinstance(runner.model, Decoder):
+            raise TypeError("only PyTorch's decoder can be recorded")
+        self._runner = runner
+        self.buckets = tuple(buckets)
+        model, rows = runner.model, max(bucket.rows for bucket in buckets)
+        width = len(model.feature_layers) * model.config.hidden_size
+        with torch.inference_mode():
+            ids = torch.zeros(max_ids, dtype=torch.int64, device=model.device)
+            logits = torch.zeros(rows, model.logit_width, device=model.device) if model.shard.rank == 0 else None
+            hidden = torch.zeros(rows, width, dtype=model.dtype, device=model.device) if width else None
+            self._recorded = {
+                bucket: _Recorded(model, runner.caches, bucket, ids, logits, hidden, max_kv=max_kv)
+                for bucket in self.buckets
+            }
+            for bucket in self.buckets:
+                self._recorded[bucket].record(capture)
+
+    @torch.inference_mode()
+    def forward(self, forward_input: ForwardInput) -> ForwardResult:
+        """As `ModelRunner.forward`. The results hold until the next call."""
+        bucket = find_bucket(self.buckets, forward_input)
+        if bucket is None:
+            return self._runner.forward(forward_input)
+        return self._recorded[bucket].replay(forward_input)
+
+
+class _Recorded:
+    """The static memory and the recording of one bucket."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        caches: list[LayerCache],
+        bucket: Bucket,
+        ids: torch.Tensor,
+        logits: torch.Tensor | None,
+        hidden: torch.Tensor | None,
+        *,
+        max_kv: int,
+    ) -> None:
+        self._model = model
+        self._caches = caches
+        self._bucket = bucket
+        self._ids = ids
+        self._logits = None if logits is None else logits[: bucket.rows]
+        self._hidden = None if hidden is None else hidden[: bucket.rows]
+        block_size = caches[0].keys.shape[1]
+        width = -(-max_kv // block_size)
+        sizes: dict[str, tuple[tuple[int, ...], str]] = {
+            **dict.fromkeys(("token_ids", "places", "positions", "slots"), ((bucket.rows,), "int64")),
+            **dict.fromkeys(("cu_q", "cu_kv"), ((bucket.spans + 1,), "int32")),
+            "kv_lens": ((bucket.spans,), "int32"),
+            "block_tables": ((bucket.spans, width), "int32"),
+        }
+        self._host, self._device, self._arrays, tensors = _static(sizes, model.device)
+        self._token_ids, self._places = tensors["token_ids"], tensors["places"]
+        self._inputs = Inputs(
+            token_ids=self._token_ids,
+            positions=tensors["positions"],
+            slots=tensors["slots"],
+            logit_rows=torch.arange(bucket.rows, device=model.device),
+            attention=PagedSpans(
+                *(tensors["cu_q"], tensors["cu_kv"], tensors["kv_lens"], tensors["block_tables"]),
+                max_q=bucket.max_q,
+                max_kv=width * block_size,
+            ),
+        )
+        self._replay: Callable[[], None] = lambda: None
+
+    def record(self, capture: Capture) -> None:
+        """Record the forward, with padding only."""
+        empty = np.zeros(0, dtype=np.int32)
+        _fill(self._arrays, ForwardInput(*(empty,) * 5, np.zeros((0, 0), dtype=np.int32), empty), self._bucket)
+        self._device.copy_(self._host, non_blocking=True)
+        self._replay = capture(self._compute)
+
+    def replay(self, forward_input: ForwardInput) -> ForwardResult:
+        num_rows = len(forward_input.token_ids)
+        _fill(self._arrays, forward_input, self._bucket)
+        self._device.copy_(self._host, non_blocking=True)
+        known = forward_input.device_tokens
+        if known is not None:
+            self._ids[: len(known.ids)].copy_(known.ids)
+        self._replay()
+        return ForwardResult(
+            logits=None if self._logits is None else self._logits[:num_rows],
+            hidden=None if self._hidden is None else self._hidden[:num_rows],
+        )
+
+    def _compute(self) -> None:
+        """What is recorded: no branch depends on a value, no memory is copied from the host."""
+        self._token_ids.copy_(with_device_tokens(self._token_ids, self._ids, self._places))
+        self._model.share_tokens(self._token_ids)
+        result = self._model.compute(self._inputs, self._caches)
+        if self._logits is not None and result.logits is not None:
+            self._logits.copy_(result.logits)
+        if self._hidden is not None and result.hidden is not None:
+            self._hidden.copy_(result.hidden)
+
+
+def _static(
+    sizes: dict[str, tuple[tuple[int, ...], str]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, Arrays, dict[str, torch.Tensor]]:
+    """Host memory and device memory of the same layout, with the arrays and the tensors in them."""
+    places: dict[str, tuple[int, int]] = {}
+    total = 0
+    for name, (shape, dtype) in sizes.items():
+        num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        places[name] = (total, total + num_bytes)
+        total += -(-num_bytes // 16) * 16
+    host = torch.zeros(total, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    memory = torch.zeros(total, dtype=torch.uint8, device=device)
+    numbers = host.numpy()
+    arrays, tensors = {}, {}
+    for name, (shape, dtype) in sizes.items():
+        start, end = places[name]
+        arrays[name] = numbers[start:end].view(dtype).reshape(shape)
+        tensors[name] = memory[start:end].view(DTYPES[dtype]).view(shape)
+    return host, memory, arrays, tensors
+
+
+def _fill(arrays: Arrays, forward_input: ForwardInput, bucket: Bucket) -> None:
+    """Write a forward and its padding. Padding rows have token 0, position 0 and KV slot 0, in the scratch block.
+
+    Each span that pads the bucket takes one padding row and attends to slot 0. Further padding rows belong to no span.
+    """
+    num_rows, num_spans = len(forward_input.token_ids), len(forward_input.q_lens)
+    for name, values in (
+        ("token_ids", forward_input.token_ids),
+        ("positions", forward_input.positions),
+        ("slots", forward_input.slots),
+    ):
+        arrays[name][:num_rows] = values
+        arrays[name][num_rows:] = 0
+    arrays["places"][:] = -1
+    if forward_input.device_tokens is not None:
+        arrays["places"][:num_rows] = forward_input.device_tokens.places
+    num_padding = min(bucket.spans - num_spans, bucket.rows - num_rows)
+    q_lens = np.zeros(bucket.spans, dtype=np.int32)
+    q_lens[:num_spans] = forward_input.q_lens
+    q_lens[num_spans : num_spans + num_padding] = 1
+    kv_lens = arrays["kv_lens"]
+    kv_lens[:num_spans] = forward_input.kv_lens
+    kv_lens[num_spans:] = q_lens[num_spans:]
+    for name, lengths in (("cu_q", q_lens), ("cu_kv", kv_lens)):
+        arrays[name][0] = 0
+        np.cumsum(lengths, out=arrays[name][1:])
+    tables = arrays["block_tables"]
+    width = min(forward_input.block_tables.shape[1], tables.shape[1])
+    tables[:] = 0
+    tables[:num_spans, :width] = forward_input.block_tables[:, :width]
