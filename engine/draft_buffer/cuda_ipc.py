@@ -79,8 +79,8 @@ def device_of(uuid: str) -> torch.device:
 class CudaBlock:
     """A dedicated device allocation of the target, exported once. It outlives the draft processes that map it.
 
-    A restarted draft maps the same allocation again. Memory that is freed after its peer was killed would stay in
-    torch's list of memory that another process may still read.
+    A restarted draft maps the same allocation again. It is never freed before the process ends: a hung draft can still
+    write to it, and memory whose peer was killed would stay in torch's list of memory that is still read.
 
     Args:
         num_bytes: size in bytes, rounded up to 2 MiB.
@@ -103,14 +103,6 @@ class CudaBlock:
     def payload(self) -> CudaTargetPayload:
         """The target's payload for one epoch, with new events."""
         return CudaTargetPayload(self, self._rebuild)
-
-    def close(self) -> None:
-        """Free the memory. Every draft process that mapped it must have closed it or be dead."""
-        reference = dict(self._rebuild)
-        # A killed draft has not returned its reference. Without this call torch would never free the memory.
-        torch.UntypedStorage._release_ipc_counter_cuda(reference["ref_counter_handle"], reference["ref_counter_offset"])
-        del self.memory, self._pool
-        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
 
 class CudaTargetPayload:

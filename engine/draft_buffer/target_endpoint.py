@@ -193,17 +193,9 @@ class TargetEndpoint:
         )
 
     def close(self) -> None:
-        """Close the endpoint; the draft notices at once. Idempotent. The device memory stays for `renew`."""
+        """Close the endpoint; the draft notices at once. Idempotent. Device memory stays until the process ends, because a
+        hung draft can still write to it."""
         self._close_host_side()
-
-    def free(self) -> None:
-        """Close, and free the device memory. Every draft that mapped it must be dead: a hung one can still write."""
-        self.close()
-        if self._cuda_block is not None:
-            del self.views, self._payload
-            self._cuda = None
-            self._cuda_block.close()
-            self._cuda_block = None
 
     def _close_host_side(self) -> None:
         self._down = self._down or f"draft buffer of epoch {self.epoch} is closed"

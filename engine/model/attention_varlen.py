@@ -109,7 +109,7 @@ class TritonAttention(VarlenAttention):
             return super().attend(query, k_cache, v_cache, prepared)
         out: torch.Tensor = self._paged_attention(
             *(query, k_cache, v_cache, prepared.cu_q, prepared.kv_lens, prepared.block_tables),
-            *(None, prepared.max_q, prepared.max_kv),
+            *(prepared.max_q, prepared.max_kv),
         )
         return out
 

@@ -45,8 +45,8 @@ _NO_LAUNCH = frozenset(
         *("sym_size", "sym_numel", "sym_stride", "stride", "_conj", "flatten", "view_as", "is_contiguous"),
     )
 )
-_LAUNCHES = {"paged_attention": 2, "gumbel_draw": 4}
-"""Of Paceline's operators that launch more than one kernel."""
+_LAUNCHES = {"paged_attention": 2}
+"""Of Paceline's operator that launches more than one kernel."""
 _COPIES = frozenset(("to", "_to_copy", "copy_", "cpu", "cuda", "contiguous", "float", "double", "long"))
 _READS = frozenset(("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select", "unique2"))
 
