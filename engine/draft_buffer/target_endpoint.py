@@ -193,8 +193,10 @@ class TargetEndpoint:
         )
 
     def close(self) -> None:
-        """Close the endpoint; the draft notices at once. Idempotent. Device memory stays until the process ends, because a
-        hung draft can still write to it."""
+        """Close the endpoint; the draft notices at once. Idempotent.
+
+        Device memory stays until the process ends, because a hung draft can still write to it.
+        """
         self._close_host_side()
 
     def _close_host_side(self) -> None:
