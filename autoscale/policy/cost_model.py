@@ -116,8 +116,9 @@ class CostModel:
         sampled_s = self._sample_row_s * np.arange(count + 1)
         if not self._padded_to:
             return self._verify.added(rows, count) + sampled_s
-        forward_s = np.array([self._verify.at(self._computed(rows + added)) for added in range(count + 1)])
-        return forward_s - forward_s[0] + sampled_s
+        least_s = self._verify.at(self._computed(rows))
+        forward_s = [self._verify.at(self._computed(rows + added)) - least_s for added in range(count + 1)]
+        return np.array(forward_s) + sampled_s
 
     def row_s(self, rows: int, over: int) -> float:
         """Mean seconds of one of `over` drafted rows added to a step of `rows` rows."""

@@ -81,7 +81,7 @@ class Lab:
 
     def measured_bandwidth(self) -> float:
         """Bytes per second of a copy, read and written."""
-        size = self.pick(_COPY_BYTES, _DRY_COPY_BYTES)
+        size: int = self.pick(_COPY_BYTES, _DRY_COPY_BYTES)
         source = torch.zeros(size, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
         return 2 * size / max(self.seconds(lambda: target.copy_(source)), 1e-9)

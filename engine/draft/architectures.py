@@ -122,10 +122,13 @@ class EagleArchitecture:
         return self._forward(forward_input, self._head.drafted_inputs(self._tokens(forward_input), previous_hidden))
 
     def _tokens(self, forward_input: ForwardInput) -> torch.Tensor:
-        ids = self._index(forward_input.token_ids)
         known = forward_input.device_tokens
-        if known is not None:
-            ids = with_device_tokens(ids, known.ids, self._index(known.places))
+        if known is None:
+            ids = self._index(forward_input.token_ids)
+        else:
+            told = forward_input.token_ids.astype(np.int64)
+            told_ids, places = to_device([told, known.places], self._decoder.device)
+            ids = with_device_tokens(told_ids, known.ids, places)
         if self._table is not None:
             return F.embedding(ids, self._table)
         return self._head.project_tokens(F.embedding(ids, self._decoder.embedding))

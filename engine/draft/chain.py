@@ -104,22 +104,27 @@ def draft_chain(
         columns: mapping of a reduced vocabulary, for logits processors.
         block_size: tokens per KV block.
     """
-    live = list(rows)
+    live, places = list(rows), _buffer_rows(rows, outputs.logits.device)
     for depth in range(max(row.k for row in rows)):
-        kept = [index for index, row in enumerate(live) if row.k > depth]
-        outputs, live = outputs.select(kept), [live[index] for index in kept]
         _process(live, outputs.logits, columns, depth)
         chosen, certain = chooser.choose(live, outputs.logits, probs, depth=depth, num_ahead=depth)
-        (places,) = to_device([np.array([row.row_index for row in live], dtype=np.int64)], chosen.device)
         token_ids[:, depth].index_copy_(0, places, chosen.to(token_ids.dtype))
         confidences[:, depth].index_copy_(0, places, certain)
         following = [index for index, row in enumerate(live) if row.k > depth + 1]
         if not following:
             return
         hidden = outputs.select(following).previous_hidden
-        live = [live[index] for index in following]
+        if len(following) < len(live):
+            live = [live[index] for index in following]
+            places = _buffer_rows(live, places.device)
         spans = [_next_span(row, depth, place) for row, place in zip(live, following, strict=True)]
         outputs = architecture.compute_drafted(pack_spans(spans, block_size, chosen), hidden)
+
+
+def _buffer_rows(rows: Sequence[Drafting], device: torch.device) -> torch.Tensor:
+    """[len(rows)] int64 row of each in the draft buffer."""
+    (places,) = to_device([np.array([row.row_index for row in rows], dtype=np.int64)], device)
+    return places
 
 
 def _process(rows: Sequence[Drafting], logits: torch.Tensor, columns: Columns | None, depth: int) -> None:

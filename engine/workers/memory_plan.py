@@ -111,7 +111,8 @@ def plan_memory(
     if shard.size > 1:
         parts.append(Part("NCCL", NCCL_BYTES))
     if engine.cuda_graphs == "on":
-        parts.append(Part("CUDA graphs", graph_bytes(engine, config, shard, dtype)))
+        draft_logits = 4 * engine.max_num_requests * config.vocab_size if has_draft else 0
+        parts.append(Part("CUDA graphs", graph_bytes(engine, config, shard, dtype) + 2 * draft_logits))
     if has_draft:
         share = engine.speculative.memory_fraction
         buffer = 4 * engine.max_num_requests * max(1, engine.speculative.k) * config.vocab_size
