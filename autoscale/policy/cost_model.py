@@ -118,7 +118,8 @@ class CostModel:
             return self._verify.added(rows, count) + sampled_s
         least_s = self._verify.at(self._computed(rows))
         forward_s = [self._verify.at(self._computed(rows + added)) - least_s for added in range(count + 1)]
-        return np.array(forward_s) + sampled_s
+        added_s: npt.NDArray[np.float64] = np.array(forward_s) + sampled_s
+        return added_s
 
     def row_s(self, rows: int, over: int) -> float:
         """Mean seconds of one of `over` drafted rows added to a step of `rows` rows."""

@@ -90,6 +90,7 @@ def accept_all(
     spans: Sequence[SampledSpan],
     vocab: torch.Tensor | None,
     on_device: DeviceDrafts | None = None,
+    found: torch.Tensor | None = None,
 ) -> Outcome:
     """Apply the rules to all spans together, without a read from the device.
 
@@ -98,6 +99,7 @@ def accept_all(
         spans: the spans; those that are `by_choice` come first.
         vocab: [draft_vocab] int64 target token id of each column of the draft's probabilities, or None.
         on_device: the draft tokens that only the device has.
+        found: [R] int64 column of the largest logit of each row, if it has been found already.
 
     Returns:
         The outcome of each span, on the device of the logits.
@@ -106,7 +108,7 @@ def accept_all(
     outcomes = []
     if num_choices > 0:
         group = spans[:num_choices]
-        choices = _target_choices(_rows_of(logits, group), group)
+        choices = _target_choices(_rows_of(logits, group), group, None if found is None else _rows_of(found, group))
         outcomes.append(compare(choices, draft_table(group, logits.device, on_device)))
     if num_choices < len(spans):
         outcomes.append(_reject_all(logits, spans[num_choices:], vocab, on_device))
@@ -118,17 +120,25 @@ def accept_all(
     )
 
 
-def _rows_of(logits: torch.Tensor, spans: Sequence[SampledSpan]) -> torch.Tensor:
-    """The logit rows of these spans, one span after the other."""
+def _rows_of(values: torch.Tensor, spans: Sequence[SampledSpan]) -> torch.Tensor:
+    """The values of the logit rows of these spans, one span after the other."""
     rows = [row for span in spans for row in span.rows]
-    if rows == list(range(len(logits))):
-        return logits
-    (index,) = to_device([np.array(rows, dtype=np.int64)], logits.device)
-    return logits.index_select(0, index)
+    if rows == list(range(len(values))):
+        return values
+    (index,) = to_device([np.array(rows, dtype=np.int64)], values.device)
+    return values.index_select(0, index)
 
 
-def _target_choices(logits: torch.Tensor, spans: Sequence[SampledSpan]) -> torch.Tensor:
-    """[R] int64: the target's token of each row of greedy and coupled spans."""
+def _target_choices(
+    logits: torch.Tensor, spans: Sequence[SampledSpan], found: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[R] int64: the target's token of each row of greedy and coupled spans.
+
+    Args:
+        logits: [R, V] of these spans.
+        spans: greedy and coupled ones.
+        found: [R] int64 column of the largest logit of each row; None searches for it.
+    """
     coupled: list[int] = []
     samplings: list[RowSampling] = []
     seeds: list[int] = []
@@ -140,12 +150,14 @@ def _target_choices(logits: torch.Tensor, spans: Sequence[SampledSpan]) -> torch
             seeds += [_seed(span, offset, Purpose.TOKEN) for offset in range(len(span.rows))]
         first += len(span.rows)
     if not coupled:
-        return most_likely(logits)
+        return most_likely(logits) if found is None else found
     index, words = to_device([np.array(coupled, dtype=np.int64), seed_words(seeds)], logits.device)
     all_coupled = len(coupled) == len(logits)
     probs = warp(logits if all_coupled else logits.index_select(0, index), samplings)
     drawn = draw(probs, gumbel_of_words(words, torch.arange(probs.shape[-1], device=probs.device)))
-    return drawn if all_coupled else most_likely(logits).index_copy(0, index, drawn)
+    if all_coupled:
+        return drawn
+    return (most_likely(logits) if found is None else found).index_copy(0, index, drawn)
 
 
 def _reject_all(

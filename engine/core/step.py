@@ -217,6 +217,8 @@ class ForwardResult(Struct, frozen=True, gc=False):
     """[R, vocab] float32 logits of `ForwardInput.logit_rows` on rank 0; None on other ranks."""
     hidden: torch.Tensor | None = None
     """[N, len(feature_layers) * hidden_size]: outputs of the tapped layers side by side; None where none is tapped."""
+    most_likely: torch.Tensor | None = None
+    """[R] int64 column of the largest logit of each row, where the forward has found it; else None."""
 
     def require_logits(self) -> torch.Tensor:
         """The logits of a forward on rank 0.

@@ -61,7 +61,12 @@ class Verifier:
         result = self._forward(forward_input)
         clock.forwarded()
         rows = accept_or_reject(
-            result.require_logits(), batch.spans, draft, acceptance=self._acceptance, read=clock.read
+            result.require_logits(),
+            batch.spans,
+            draft,
+            acceptance=self._acceptance,
+            read=clock.read,
+            most_likely=result.most_likely,
         )
         features = Features(result.hidden, forward_input.q_lens) if result.hidden is not None else None
         times = clock.times()
@@ -87,6 +92,7 @@ def accept_or_reject(
     *,
     acceptance: AcceptanceKind = "auto",
     read: Callable[[Sequence[torch.Tensor]], list[npt.NDArray[Any]]] = to_host,
+    most_likely: torch.Tensor | None = None,
 ) -> tuple[RowVerdict, ...]:
     """Apply each request's logits processor and acceptance rule to its rows. The host waits for the device once.
 
@@ -97,6 +103,7 @@ def accept_or_reject(
         draft: the draft tokens, in the order of the spans.
         acceptance: which implementation of the acceptance rules to use.
         read: copies the results to the host; the only wait.
+        most_likely: [R] int64 column of the largest logit of each row, if it has been found already.
     """
     prompts, sampled = _layout(spans, draft)
     reported = [place for place, job in enumerate(sampled) if _num_top(job) is not None]
@@ -106,14 +113,15 @@ def accept_or_reject(
     if sampled:
         # The processors change the logits in place; log-probabilities are those of the model.
         unchanged = _gather(logits, [row for place in reported for row in sampled[place].rows]) if reported else None
-        _process(logits, sampled)
+        if _process(logits, sampled):
+            most_likely = None  # It was that of the unchanged logits.
         if acceptance == "auto":
             acceptance = "each" if logits.device.type == "cpu" else "together"
         on_device = draft.on_device
         if acceptance == "each" and on_device is None:
             outcome = accept_each(logits, sampled, draft.vocab)
         else:
-            outcome = accept_all(logits, sampled, draft.vocab, on_device)
+            outcome = accept_all(logits, sampled, draft.vocab, on_device, most_likely)
         if unchanged is not None:
             results += _score_emitted(unchanged, sampled, reported, outcome, on_device).tensors()
         if on_device is not None:
@@ -153,13 +161,19 @@ def _gather(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
     return logits.index_select(0, index)
 
 
-def _process(logits: torch.Tensor, sampled: Sequence[SampledSpan]) -> None:
-    """Apply penalties and grammars at every position, given that the draft tokens before it are accepted."""
+def _process(logits: torch.Tensor, sampled: Sequence[SampledSpan]) -> bool:
+    """Apply penalties and grammars at every position, given that the draft tokens before it are accepted.
+
+    Returns:
+        Whether any request has such options.
+    """
+    has_options = False
     batch_processor = BatchLogitsProcessor()
     for job in sampled:
         logits_processor = job.span.request.logits_processor
         if logits_processor is None:
             continue
+        has_options = True
         logits_processor.follow(job.span.request.tokens)
         num_tokens = logits_processor.num_tokens
         batch_processor.add(job.rows.start, logits_processor)
@@ -169,6 +183,7 @@ def _process(logits: torch.Tensor, sampled: Sequence[SampledSpan]) -> None:
             batch_processor.add(row, logits_processor)
         logits_processor.rewind(num_tokens)
     batch_processor.apply(logits)
+    return has_options
 
 
 def _score_prompts(logits: torch.Tensor, prompts: Sequence[_PromptRows]) -> Scores:

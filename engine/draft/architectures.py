@@ -10,6 +10,7 @@ architectures (`engine.draft.proposer`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,9 +22,12 @@ import torch.nn.functional as F
 from engine.core.packing import Forward
 from engine.core.step import ForwardInput
 from engine.errors import EngineError
+from engine.graphs.buckets import Bucket
+from engine.graphs.forward import Capture, Embedding, GraphedForward
 from engine.model.decoder import LayerCache, with_device_tokens
 from engine.model.eagle_head import EagleHead
 from engine.model.load import Model
+from engine.model.runner import ModelRunner
 from engine.sampling.staging import to_device
 
 _TABLE_ROWS = 4096
@@ -110,6 +114,23 @@ class EagleArchitecture:
         self._decoder = decoder
         self._caches = caches
         self._table = self._token_table() if decoder.device.type == "cpu" else None
+        self._recorded: GraphedForward | None = None
+
+    def record(self, runner: ModelRunner, buckets: Sequence[Bucket], capture: Capture, *, max_kv: int) -> None:
+        """Record the forwards of drafted tokens as CUDA graphs.
+
+        Args:
+            runner: the decoder with its cache.
+            buckets: sizes to record.
+            capture: records them.
+            max_kv: longest sequence in tokens.
+        """
+        embedding = Embedding(
+            self._decoder.config.hidden_size,
+            lambda ids, hidden: self._head.drafted_inputs(self._projected(ids), hidden),
+        )
+        max_ids = max(bucket.rows for bucket in buckets)
+        self._recorded = GraphedForward(runner, buckets, capture, max_kv=max_kv, max_ids=max_ids, embedding=embedding)
 
     def compute_committed(self, forward_input: ForwardInput, features: torch.Tensor | None) -> Outputs:
         if features is None:
@@ -119,6 +140,10 @@ class EagleArchitecture:
     def compute_drafted(self, forward_input: ForwardInput, previous_hidden: torch.Tensor | None) -> Outputs:
         if previous_hidden is None:
             raise EngineError("an eagle draft needs its previous hidden state for drafted tokens")
+        if self._recorded is not None:
+            result = self._recorded.embedded(forward_input, previous_hidden)
+            if result is not None and result.hidden is not None:
+                return Outputs(result.require_logits(), result.hidden)
         return self._forward(forward_input, self._head.drafted_inputs(self._tokens(forward_input), previous_hidden))
 
     def _tokens(self, forward_input: ForwardInput) -> torch.Tensor:
@@ -129,6 +154,9 @@ class EagleArchitecture:
             told = forward_input.token_ids.astype(np.int64)
             told_ids, places = to_device([told, known.places], self._decoder.device)
             ids = with_device_tokens(told_ids, known.ids, places)
+        return self._projected(ids)
+
+    def _projected(self, ids: torch.Tensor) -> torch.Tensor:
         if self._table is not None:
             return F.embedding(ids, self._table)
         return self._head.project_tokens(F.embedding(ids, self._decoder.embedding))

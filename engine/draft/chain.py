@@ -62,11 +62,14 @@ class Chooser:
         confidences = logits.softmax(dim=-1).amax(dim=-1)
         sampled = [index for index, row in enumerate(rows) if not row.sampling.greedy]
         if sampled:
-            (index,) = to_device([np.array(sampled, dtype=np.int64)], logits.device)
+            told = [place for place, each in enumerate(sampled) if rows[each].samples_from_q]
+            places = [rows[sampled[place]].row_index for place in told]
+            index, told_index, told_places = to_device(
+                [np.array(values, dtype=np.int64) for values in (sampled, told, places)], logits.device
+            )
             q = warp(logits.index_select(0, index), [rows[each].sampling for each in sampled])
-            for each, distribution in zip(sampled, q, strict=True):
-                if rows[each].samples_from_q:
-                    probs[rows[each].row_index, depth].copy_(distribution)
+            if told:
+                probs[:, depth].index_copy_(0, told_places, q.index_select(0, told_index))
             ids = self._vocab if self._vocab is not None else torch.arange(logits.shape[-1], device=logits.device)
             drawn = draw(q, gumbel([_draw_seed(rows[each], num_ahead) for each in sampled], ids))
             columns = columns.index_copy(0, index, drawn)

@@ -5,12 +5,13 @@ the recording reads, and those that it writes. None is ever allocated again. Row
 block, and nothing reads what they compute. `Capture` is injected, so that tests replay without a GPU.
 
     host     fill the pinned memory (tokens, positions, slots, lengths, block tables)
-    device   copy it | copy drafted ids | replay: gather ids, broadcast, layers, logits -> static results
+    device   copy it | copy drafted ids | replay: gather ids, broadcast, layers, logits, arg max -> static results
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -58,6 +59,16 @@ class CudaCapture:
         return replay
 
 
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """An input of the first layer that is not the embedding of the tokens alone."""
+
+    width: int
+    """Numbers per row that it takes besides the token."""
+    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """[N, hidden_size] from [N] int64 token ids and [N, width] in the model's dtype."""
+
+
 class GraphedForward:
     """The forward of one shard.
 
@@ -67,10 +78,18 @@ class GraphedForward:
         capture: records them.
         max_kv: longest sequence in tokens.
         max_ids: most token ids of `ForwardInput.device_tokens`.
+        embedding: input of the first layer; None takes the embeddings of the tokens.
     """
 
     def __init__(
-        self, runner: ModelRunner, buckets: Sequence[Bucket], capture: Capture, *, max_kv: int, max_ids: int
+        self,
+        runner: ModelRunner,
+        buckets: Sequence[Bucket],
+        capture: Capture,
+        *,
+        max_kv: int,
+        max_ids: int,
+        embedding: Embedding | None = None,
     ) -> None:
         if not isinstance(runner.model, Decoder):
             raise TypeError("only PyTorch's decoder can be recorded")
@@ -79,12 +98,17 @@ class GraphedForward:
         model, rows = runner.model, max(bucket.rows for bucket in buckets)
         width = len(model.feature_layers) * model.config.hidden_size
         with torch.inference_mode():
-            ids = torch.zeros(max_ids, dtype=torch.int64, device=model.device)
-            logits = torch.zeros(rows, model.logit_width, device=model.device) if model.shard.rank == 0 else None
-            hidden = torch.zeros(rows, width, dtype=model.dtype, device=model.device) if width else None
+            leads = model.shard.rank == 0
+            shared = _Shared(
+                ids=torch.zeros(max_ids, dtype=torch.int64, device=model.device),
+                logits=torch.zeros(rows, model.logit_width, device=model.device) if leads else None,
+                most_likely=torch.zeros(rows, dtype=torch.int64, device=model.device) if leads else None,
+                hidden=torch.zeros(rows, width, dtype=model.dtype, device=model.device) if width else None,
+                extra=torch.zeros(rows, embedding.width, dtype=model.dtype, device=model.device) if embedding else None,
+                embedding=embedding,
+            )
             self._recorded = {
-                bucket: _Recorded(model, runner.caches, bucket, ids, logits, hidden, max_kv=max_kv)
-                for bucket in self.buckets
+                bucket: _Recorded(model, runner.caches, bucket, shared, max_kv=max_kv) for bucket in self.buckets
             }
             for bucket in self.buckets:
                 self._recorded[bucket].record(capture)
@@ -97,6 +121,33 @@ class GraphedForward:
             return self._runner.forward(forward_input)
         return self._recorded[bucket].replay(forward_input)
 
+    @torch.inference_mode()
+    def embedded(self, forward_input: ForwardInput, extra: torch.Tensor) -> ForwardResult | None:
+        """`forward` with the input of the first layer made from the tokens and [N, width] `extra`.
+
+        Returns:
+            None if no bucket holds the forward.
+        """
+        bucket = find_bucket(self.buckets, forward_input)
+        return None if bucket is None else self._recorded[bucket].replay(forward_input, extra)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """Static memory of all recordings; each uses the first rows."""
+
+    ids: torch.Tensor
+    """[max_ids] int64 ids that the host does not know."""
+    logits: torch.Tensor | None
+    """[rows, vocab] float32 result on rank 0."""
+    most_likely: torch.Tensor | None
+    """[rows] int64 result on rank 0."""
+    hidden: torch.Tensor | None
+    """[rows, feature width] result."""
+    extra: torch.Tensor | None
+    """[rows, width] input of `embedding`."""
+    embedding: Embedding | None
+
 
 class _Recorded:
     """The static memory and the recording of one bucket."""
@@ -106,18 +157,14 @@ class _Recorded:
         model: Decoder,
         caches: list[LayerCache],
         bucket: Bucket,
-        ids: torch.Tensor,
-        logits: torch.Tensor | None,
-        hidden: torch.Tensor | None,
+        shared: _Shared,
         *,
         max_kv: int,
     ) -> None:
         self._model = model
         self._caches = caches
         self._bucket = bucket
-        self._ids = ids
-        self._logits = None if logits is None else logits[: bucket.rows]
-        self._hidden = None if hidden is None else hidden[: bucket.rows]
+        self._shared = shared
         block_size = caches[0].keys.shape[1]
         width = -(-max_kv // block_size)
         sizes: dict[str, tuple[tuple[int, ...], str]] = {
@@ -148,28 +195,36 @@ class _Recorded:
         self._device.copy_(self._host, non_blocking=True)
         self._replay = capture(self._compute)
 
-    def replay(self, forward_input: ForwardInput) -> ForwardResult:
-        num_rows = len(forward_input.token_ids)
+    def replay(self, forward_input: ForwardInput, extra: torch.Tensor | None = None) -> ForwardResult:
+        num_rows, shared = len(forward_input.token_ids), self._shared
         _fill(self._arrays, forward_input, self._bucket)
         self._device.copy_(self._host, non_blocking=True)
         known = forward_input.device_tokens
         if known is not None:
-            self._ids[: len(known.ids)].copy_(known.ids)
+            shared.ids[: len(known.ids)].copy_(known.ids)
+        if extra is not None and shared.extra is not None:
+            shared.extra[:num_rows].copy_(extra)
         self._replay()
         return ForwardResult(
-            logits=None if self._logits is None else self._logits[:num_rows],
-            hidden=None if self._hidden is None else self._hidden[:num_rows],
+            logits=None if shared.logits is None else shared.logits[:num_rows],
+            hidden=None if shared.hidden is None else shared.hidden[:num_rows],
+            most_likely=None if shared.most_likely is None else shared.most_likely[:num_rows],
         )
 
     def _compute(self) -> None:
         """What is recorded: no branch depends on a value, no memory is copied from the host."""
-        self._token_ids.copy_(with_device_tokens(self._token_ids, self._ids, self._places))
+        rows, shared = self._bucket.rows, self._shared
+        self._token_ids.copy_(with_device_tokens(self._token_ids, shared.ids, self._places))
         self._model.share_tokens(self._token_ids)
-        result = self._model.compute(self._inputs, self._caches)
-        if self._logits is not None and result.logits is not None:
-            self._logits.copy_(result.logits)
-        if self._hidden is not None and result.hidden is not None:
-            self._hidden.copy_(result.hidden)
+        first = None
+        if shared.embedding is not None and shared.extra is not None:
+            first = shared.embedding.compute(self._token_ids, shared.extra[:rows])
+        result = self._model.compute(self._inputs, self._caches, first)
+        if shared.logits is not None and shared.most_likely is not None and result.logits is not None:
+            shared.logits[:rows].copy_(result.logits)
+            shared.most_likely[:rows].copy_(result.logits.argmax(dim=-1))
+        if shared.hidden is not None and result.hidden is not None:
+            shared.hidden[:rows].copy_(result.hidden)
 
 
 def _static(

@@ -230,17 +230,19 @@ def _architecture(config: EngineConfig, draft: LoadedDraft, width: int, *, num_b
         num_blocks: blocks of the cache.
     """
     runner = ModelRunner(draft.decoder, num_blocks=num_blocks, block_size=config.kv_block_size)
+    records = config.cuda_graphs == "on" and draft.decoder.device.type == "cuda"
+    buckets = make_buckets(max_requests=config.max_num_requests, max_k=0)
+    longest = draft.decoder.config.max_model_len
+    max_kv = min(config.max_model_len or longest, longest)
     if draft.head is not None:
-        return EagleArchitecture(draft.head, draft.decoder, runner.caches)
+        eagle = EagleArchitecture(draft.head, draft.decoder, runner.caches)
+        if records:
+            eagle.record(runner, buckets, CudaCapture(draft.decoder.device), max_kv=max_kv)
+        return eagle
     compute = runner.forward
-    if config.cuda_graphs == "on" and draft.decoder.device.type == "cuda":
-        compute = GraphedForward(
-            runner,
-            make_buckets(max_requests=config.max_num_requests, max_k=0),
-            CudaCapture(draft.decoder.device),
-            max_kv=min(config.max_model_len or draft.decoder.config.max_model_len, draft.decoder.config.max_model_len),
-            max_ids=MAX_REQUEST_TOKENS,
-        ).forward
+    if records:
+        capture = CudaCapture(draft.decoder.device)
+        compute = GraphedForward(runner, buckets, capture, max_kv=max_kv, max_ids=MAX_REQUEST_TOKENS).forward
 
     def forward(forward_input: ForwardInput) -> ForwardResult:
         return ForwardResult(compute(forward_input).require_logits()[:, :width])

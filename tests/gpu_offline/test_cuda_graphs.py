@@ -16,21 +16,25 @@ import pytest
 import torch
 import varlen_contract
 from fake_cuda import CUDA, Recorder, fake_cuda
-from fake_models import NUM_BLOCKS, fake_decoder
+from fake_models import NUM_BLOCKS, fake_decoder, fake_eagle
 from fake_steps import MODES, K, batch_of, fake_shard, verifier_of
 from hypothesis import given
 from hypothesis import strategies as st
 from model_shapes import LLAMA_8B, LLAMA_70B, QWEN3_8B
 from tiny_models import VOCAB, write_model
 
+from bench.gpu.lab import SpanAttention
 from engine.config import CUDA_PAGE
 from engine.core.packing import SpanRows, pack_spans
 from engine.core.step import Draft, DraftRow, ForwardInput
+from engine.draft.architectures import EagleArchitecture
 from engine.graphs.buckets import SIZES, Bucket, find_bucket, make_buckets, row_sizes
 from engine.graphs.forward import GraphedForward
 from engine.messages import SamplingParams
 from engine.model.attention_varlen import VarlenAttention
 from engine.model.decoder import Decoder
+from engine.model.eagle_head import EagleHead
+from engine.model.layers import PlainLinear, RmsNorm
 from engine.model.load import load_model
 from engine.model.runner import ModelRunner
 
@@ -116,6 +120,8 @@ def test_padded_replay_gives_the_eager_result(family: str, tmp_path: Path) -> No
         spans = [SpanRows(new, len(texts[i]), blocks[i], len(new)) for i, new in zip(members, news, strict=True)]
         expected, found = eager.forward(pack_spans(spans, CUDA_PAGE)), graphs.forward(pack_spans(spans, CUDA_PAGE))
         assert capture.num_replays == step + 1
+        assert found.most_likely is not None
+        assert torch.equal(found.most_likely, found.require_logits().argmax(-1))
         for one, other in ((found.require_logits(), expected.require_logits()), (found.hidden, expected.hidden)):
             assert one is not None
             assert other is not None
@@ -148,6 +154,39 @@ def test_ids_on_the_device_are_gathered_by_the_recording(tmp_path: Path) -> None
     for forward in (graphs.forward, eager.forward):
         found = forward(pack_spans(unknown, CUDA_PAGE, ids)).require_logits()
         assert (found - expected).abs().max() <= 0.03 * expected.abs().max()
+
+
+@torch.inference_mode()
+def test_drafted_tokens_of_a_recorded_eagle_draft_are_those_of_the_eager_one(tmp_path: Path) -> None:
+    model = load_model(write_model(tmp_path / "m", "llama"), dtype=torch.float32, kernel="reference")
+    assert isinstance(model, Decoder)
+    model._attention = SpanAttention(device=CPU)
+    model.feature_layers = (2,)
+    size, generator = model.config.hidden_size, torch.Generator().manual_seed(1)
+
+    def linear(columns: int) -> PlainLinear:
+        return PlainLinear(torch.randn(size, columns, generator=generator) * columns**-0.5)
+
+    norms = [RmsNorm(torch.ones(size), 1e-5) for _ in range(2)]
+    head = EagleHead(torch.ones(1, size), linear(size), norms[0], linear(size), norms[1], linear(size), 1e-5)
+    runners = [ModelRunner(model, num_blocks=8, block_size=CUDA_PAGE) for _ in range(2)]
+    eager, recorded = (EagleArchitecture(head, model, runner.caches) for runner in runners)
+    capture = Recording()
+    recorded.record(runners[1], make_buckets(max_requests=4, max_k=0), capture, max_kv=MAX_KV)
+    hidden = [torch.randn(3, size, generator=generator)] * 2
+    for position in range(4):
+        chosen = torch.randint(0, VOCAB, (3,), generator=generator)
+        spans = [SpanRows((0,), position, [1 + i], 1, (position + 1,), places=(i,)) for i in range(3)]
+        plan = pack_spans(spans, CUDA_PAGE, chosen)
+        outputs = [
+            architecture.compute_drafted(plan, before)
+            for architecture, before in zip((eager, recorded), hidden, strict=True)
+        ]
+        for name in ("logits", "previous_hidden"):
+            expected, found = (getattr(each, name) for each in outputs)
+            assert (found - expected).abs().max() < 1e-4
+        hidden = [each.previous_hidden for each in outputs]
+    assert capture.num_replays == 4
 
 
 class Guarded:
@@ -185,6 +224,24 @@ def test_a_step_over_recordings_waits_once_and_uploads_them_once(target: str) ->
         verdict = verify(batch, draft)
         assert verdict.features is not None
         assert recorder.reads == {"event": 1}
+
+
+def test_a_recorded_eagle_draft_neither_reads_nor_uploads_inside() -> None:
+    with fake_cuda() as recorder:
+        head, decoder, _ = fake_eagle(LLAMA_8B)
+        runner = ModelRunner(decoder, num_blocks=NUM_BLOCKS, block_size=CUDA_PAGE)
+        eagle = EagleArchitecture(head, decoder, runner.caches)
+        eagle.record(runner, make_buckets(max_requests=4, max_k=0), Guarded(recorder), max_kv=MAX_KV)
+        hidden = torch.zeros(3, LLAMA_8B["hidden_size"], dtype=torch.bfloat16, device=CUDA)
+        recorder.uploads = 0
+        plan = pack_spans(
+            [SpanRows((0,), 5, [1 + i], 1, places=(i,)) for i in range(3)],
+            CUDA_PAGE,
+            torch.zeros(3, dtype=torch.int64, device=CUDA),
+        )
+        assert len(eagle.compute_drafted(plan, hidden).logits) == 3
+        assert recorder.uploads == 1
+        assert recorder.num_reads == 0
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["torch", "triton"])

@@ -108,6 +108,21 @@ def test_a_step_over_drafts_that_the_host_has_not_seen_waits_once(target: str, k
         assert [len(row.confidences) for row in verdict.rows] == drafted
 
 
+@pytest.mark.parametrize("mode", ["greedy", "temperature", "top_p"])
+def test_the_launches_of_a_chain_do_not_depend_on_the_batch(mode: str) -> None:
+    counts = []
+    for num in (1, 16):
+        with fake_cuda() as recorder:
+            batch = batch_of([SamplingParams(**MODES[mode])] * num, K)
+            proposer, _ = fake_proposer("llama-1b", LLAMA_8B)
+            probs = torch.empty(num, K, LLAMA_8B["vocab_size"], device=CUDA)
+            memory = on_device(num)
+            recorder.launches.clear()
+            proposer.propose(request_rows("llama-1b", batch), [], probs, None, memory)
+            counts.append(recorder.num_launches)
+    assert counts[1] <= counts[0] + 2, counts
+
+
 def test_the_loop_reads_once_per_position() -> None:
     """The counter sees what it is meant to see."""
     with fake_cuda() as recorder:
