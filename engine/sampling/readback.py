@@ -18,7 +18,7 @@ import torch
 from msgspec import Struct
 
 from engine.errors import ShardDown
-from engine.sampling.staging import pack_words, unpack_words, to_host
+from engine.sampling.staging import pack_words, to_host, unpack_words
 
 
 class StepTimes(Struct, frozen=True, gc=False):
