@@ -26,6 +26,22 @@ def add_bench_parser(subparsers: Any) -> None:
     _add_peers(actions)
     _add_engine(actions)
     _add_soak(actions)
+    _add_gpu(actions)
+
+
+def _add_gpu(actions: Any) -> None:
+    gpu = actions.add_parser(
+        "gpu",
+        help="check and measure the GPU path on one device",
+        description="Check drafts over CUDA IPC, kernels and recorded forwards against their twins, then measure the "
+        "forward of an 8B shape and whole engines with a planted acceptance rate, at 1 to 256 streams under each "
+        "policy. Writes one JSON file and one plot. Status 1 if a check fails.",
+    )
+    gpu.add_argument("--dry-run", action="store_true", help="the same code on the CPU with tiny shapes")
+    gpu.add_argument("--minutes", type=float, default=7.0, metavar="M", help="no measurement begins after this time")
+    gpu.add_argument("--out", type=Path, default=Path("gpu.json"), help="the report")
+    gpu.add_argument("--plot", type=Path, default=Path("gpu.png"), metavar="PNG")
+    gpu.set_defaults(run=_run("gpu.run", "gpu"))
 
 
 def _add_soak(actions: Any) -> None:

@@ -135,6 +135,9 @@ class EngineConfig(Settings):
     """Kernels of a bfloat16 forward. On cpu: `native` (needs Linux on x86_64 with AVX512-BF16, a C++ compiler and one
     shard), `torch` (PyTorch's operators), or `auto` (`native` if its needs are met, else `torch`). On cuda: `torch`, or
     `triton` for the fused kernels of Paceline; `auto` is `torch`."""
+    cuda_graphs: Literal["off", "on"] = "off"
+    """On cuda: record the forwards of decoding and verification as CUDA graphs at start, for batch sizes up to
+    `max_num_requests`. `off` launches each kernel from the host."""
     speculative: SpeculativeConfig = SpeculativeConfig()
     """How tokens are drafted."""
 
@@ -158,6 +161,12 @@ class EngineConfig(Settings):
     def _kernel_has_its_device(self) -> Self:
         if self.kernel == "triton" and self.device == "cpu":
             raise ValueError("kernel: triton given, but device is cpu; allowed there are auto, native and torch")
+        return self
+
+    @model_validator(mode="after")
+    def _graphs_have_their_device(self) -> Self:
+        if self.cuda_graphs == "on" and self.device == "cpu":
+            raise ValueError("cuda_graphs: on given, but device is cpu; allowed there is off")
         return self
 
     @model_validator(mode="after")

@@ -30,6 +30,7 @@ LAYERS = {
         "workers",
         "draft_buffer",
         "draft",
+        "graphs",
         "model metrics ipc",
         "core kernels",
         "sampling checkpoint threads",
@@ -47,7 +48,7 @@ LAYERS = {
         "settings engine_client errors",
     ),
     "distill": ("options", "cli", "training", "models", "data", "settings"),
-    "bench": ("options", "soak peers pace", "engine_only", "load"),
+    "bench": ("options", "soak peers pace gpu", "engine_only", "load"),
     "dashboards": (
         "options",
         "commands",

@@ -8,6 +8,7 @@ knowledge of requests.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
 from statistics import fmean
@@ -74,6 +75,7 @@ class CostModel:
         self._num_seen: dict[str, int] = {}
         self._same_size: list[StepStats] = []
         self._errors: deque[float] = deque(maxlen=512)
+        self._padded_to: tuple[int, ...] = ()
         self._start(table, measured=measured)
 
     def _start(self, table: CostTable, *, measured: bool) -> None:
@@ -92,13 +94,32 @@ class CostModel:
         self._overhead_s = table.overhead_s
         self._sample_row_s = table.sample_row_s
 
+    def pad_rows(self, sizes: tuple[int, ...]) -> None:
+        """Note that forwards are padded.
+
+        Args:
+            sizes: numbers of rows that a forward is padded to, ascending; larger forwards are not padded.
+        """
+        self._padded_to = sizes
+
+    def _computed(self, rows: float) -> float:
+        """Rows that a forward of `rows` rows computes."""
+        place = bisect_left(self._padded_to, rows)
+        return self._padded_to[place] if place < len(self._padded_to) else rows
+
     def verify_s(self, rows: float, context: float) -> float:
         """Seconds of the target's forward over `rows` rows with `context` cached tokens over all spans."""
-        return self._verify.at(rows) + self._verify.rate * context
+        return self._verify.at(self._computed(rows)) + self._verify.rate * context
 
     def added_rows_s(self, rows: int, count: int) -> npt.NDArray[np.float64]:
         """[count + 1] seconds that n drafted rows add to a step of `rows` rows, for n from 0 on."""
-        return self._verify.added(rows, count) + self._sample_row_s * np.arange(count + 1)
+        sampled_s = self._sample_row_s * np.arange(count + 1)
+        if not self._padded_to:
+            return self._verify.added(rows, count) + sampled_s
+        least_s = self._verify.at(self._computed(rows))
+        forward_s = [self._verify.at(self._computed(rows + added)) - least_s for added in range(count + 1)]
+        added_s: npt.NDArray[np.float64] = np.array(forward_s) + sampled_s
+        return added_s
 
     def row_s(self, rows: int, over: int) -> float:
         """Mean seconds of one of `over` drafted rows added to a step of `rows` rows."""
@@ -186,7 +207,7 @@ class CostModel:
     def _learn_same_size(self) -> None:
         steps = self._same_size
         seconds, context = fmean([step.verify_s for step in steps]), fmean([step.context_len for step in steps])
-        self._verify.learn(steps[0].num_rows, seconds, num_units=context)
+        self._verify.learn(self._computed(steps[0].num_rows), seconds, num_units=context)
         steps.clear()
 
     def error(self) -> tuple[float, float]:

@@ -51,6 +51,7 @@ class PacedShard:
         release_freed_memory()  # of loading and measuring
         goodput = make_goodput(speculative.method, speculative.k, table, lookup=speculative.lookup)
         self._goodput = goodput
+        goodput.cost.pad_rows(shard.padded_rows)
         self.slot = slot = PlanSlot(initial_plan(speculative))
         """Holds the plan in force."""
         self._aggregator = Aggregator(speculative.method)
@@ -135,9 +136,9 @@ def first_costs(shard: TargetShard, costs: TableCache) -> CostTable:
         "vocab_size": shard.runner.model.config.vocab_size,
     }
     kept = costs.load()
-    if kept is not None and still_holds(kept, shard.forward, **limits):
+    if kept is not None and still_holds(kept, shard.timed_forward, **limits):
         return kept
-    table = profile_target(shard.forward, **limits)
+    table = profile_target(shard.timed_forward, **limits)
     costs.store(table)
     return table
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from msgspec import Struct
 
-from engine.core.step import DraftRow, Span
+from engine.core.step import DeviceDrafts, DraftRow, Span
 from engine.sampling.distribution import (
     Purpose,
     draw,
@@ -64,23 +64,42 @@ class SampledSpan(Struct, frozen=True, gc=False):
         return len(self.span.request.tokens)
 
 
-def draft_table(spans: Sequence[SampledSpan], device: torch.device) -> DraftTable:
+def draft_table(
+    spans: Sequence[SampledSpan], device: torch.device, on_device: DeviceDrafts | None = None
+) -> DraftTable:
     """The draft tokens of the spans; `first_rows` counts the rows of these spans only, one span after the other."""
-    lengths = np.array([len(span.draft_row.token_ids) for span in spans], dtype=np.int64)
+    lengths = np.array([span.draft_row.num_tokens for span in spans], dtype=np.int64)
     token_ids = np.full((len(spans), int(lengths.max(initial=0))), -1, dtype=np.int64)
-    for row, span in enumerate(spans):
-        token_ids[row, : lengths[row]] = span.draft_row.token_ids
     first_rows = np.cumsum(lengths + 1) - (lengths + 1)
-    return DraftTable(*to_device([token_ids, lengths, first_rows], device))
+    for row, span in enumerate(spans):
+        if not span.draft_row.num_on_device:
+            token_ids[row, : lengths[row]] = span.draft_row.token_ids
+    if on_device is None:
+        return DraftTable(*to_device([token_ids, lengths, first_rows], device))
+    places = np.full(token_ids.shape, -1, dtype=np.int64)
+    for row, span in enumerate(spans):
+        first = span.draft_row.device_row * on_device.token_ids.shape[1]
+        places[row, : span.draft_row.num_on_device] = range(first, first + span.draft_row.num_on_device)
+    table, place, *rest = to_device([token_ids, places, lengths, first_rows], device)
+    drafted = on_device.token_ids.view(-1)[place.clamp(min=0)]
+    return DraftTable(torch.where(place >= 0, drafted, table), *rest)
 
 
-def accept_all(logits: torch.Tensor, spans: Sequence[SampledSpan], vocab: torch.Tensor | None) -> Outcome:
+def accept_all(
+    logits: torch.Tensor,
+    spans: Sequence[SampledSpan],
+    vocab: torch.Tensor | None,
+    on_device: DeviceDrafts | None = None,
+    found: torch.Tensor | None = None,
+) -> Outcome:
     """Apply the rules to all spans together, without a read from the device.
 
     Args:
         logits: [R, V] float32.
         spans: the spans; those that are `by_choice` come first.
         vocab: [draft_vocab] int64 target token id of each column of the draft's probabilities, or None.
+        on_device: the draft tokens that only the device has.
+        found: [R] int64 column of the largest logit of each row, if it has been found already.
 
     Returns:
         The outcome of each span, on the device of the logits.
@@ -89,10 +108,10 @@ def accept_all(logits: torch.Tensor, spans: Sequence[SampledSpan], vocab: torch.
     outcomes = []
     if num_choices > 0:
         group = spans[:num_choices]
-        choices = _target_choices(_rows_of(logits, group), group)
-        outcomes.append(compare(choices, draft_table(group, logits.device)))
+        choices = _target_choices(_rows_of(logits, group), group, None if found is None else _rows_of(found, group))
+        outcomes.append(compare(choices, draft_table(group, logits.device, on_device)))
     if num_choices < len(spans):
-        outcomes.append(_reject_all(logits, spans[num_choices:], vocab))
+        outcomes.append(_reject_all(logits, spans[num_choices:], vocab, on_device))
     if len(outcomes) == 1:
         return outcomes[0]
     return Outcome(
@@ -101,17 +120,25 @@ def accept_all(logits: torch.Tensor, spans: Sequence[SampledSpan], vocab: torch.
     )
 
 
-def _rows_of(logits: torch.Tensor, spans: Sequence[SampledSpan]) -> torch.Tensor:
-    """The logit rows of these spans, one span after the other."""
+def _rows_of(values: torch.Tensor, spans: Sequence[SampledSpan]) -> torch.Tensor:
+    """The values of the logit rows of these spans, one span after the other."""
     rows = [row for span in spans for row in span.rows]
-    if rows == list(range(len(logits))):
-        return logits
-    (index,) = to_device([np.array(rows, dtype=np.int64)], logits.device)
-    return logits.index_select(0, index)
+    if rows == list(range(len(values))):
+        return values
+    (index,) = to_device([np.array(rows, dtype=np.int64)], values.device)
+    return values.index_select(0, index)
 
 
-def _target_choices(logits: torch.Tensor, spans: Sequence[SampledSpan]) -> torch.Tensor:
-    """[R] int64: the target's token of each row of greedy and coupled spans."""
+def _target_choices(
+    logits: torch.Tensor, spans: Sequence[SampledSpan], found: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[R] int64: the target's token of each row of greedy and coupled spans.
+
+    Args:
+        logits: [R, V] of these spans.
+        spans: greedy and coupled ones.
+        found: [R] int64 column of the largest logit of each row; None searches for it.
+    """
     coupled: list[int] = []
     samplings: list[RowSampling] = []
     seeds: list[int] = []
@@ -123,17 +150,21 @@ def _target_choices(logits: torch.Tensor, spans: Sequence[SampledSpan]) -> torch
             seeds += [_seed(span, offset, Purpose.TOKEN) for offset in range(len(span.rows))]
         first += len(span.rows)
     if not coupled:
-        return most_likely(logits)
+        return most_likely(logits) if found is None else found
     index, words = to_device([np.array(coupled, dtype=np.int64), seed_words(seeds)], logits.device)
     all_coupled = len(coupled) == len(logits)
     probs = warp(logits if all_coupled else logits.index_select(0, index), samplings)
     drawn = draw(probs, gumbel_of_words(words, torch.arange(probs.shape[-1], device=probs.device)))
-    return drawn if all_coupled else most_likely(logits).index_copy(0, index, drawn)
+    if all_coupled:
+        return drawn
+    return (most_likely(logits) if found is None else found).index_copy(0, index, drawn)
 
 
-def _reject_all(logits: torch.Tensor, spans: Sequence[SampledSpan], vocab: torch.Tensor | None) -> Outcome:
+def _reject_all(
+    logits: torch.Tensor, spans: Sequence[SampledSpan], vocab: torch.Tensor | None, on_device: DeviceDrafts | None
+) -> Outcome:
     """Rejection sampling over all spans that use it."""
-    drafts = draft_table(spans, logits.device)
+    drafts = draft_table(spans, logits.device, on_device)
     max_k = drafts.token_ids.shape[1]
     uniforms = np.zeros((len(spans), max_k))
     seeds = np.zeros((len(spans), max_k + 1), dtype="<u8")
@@ -141,21 +172,30 @@ def _reject_all(logits: torch.Tensor, spans: Sequence[SampledSpan], vocab: torch
     from_q = np.zeros(len(spans), dtype=bool)
     values: list[torch.Tensor] = []
     num_values = 0
+    in_place = on_device is not None and all(
+        span.draft_row.num_on_device > 0 for span in spans if span.draft_row.probs is not None
+    )
     for index, span in enumerate(spans):
-        k = len(span.draft_row.token_ids)
+        k = span.draft_row.num_tokens
         for offset in range(k):
             uniforms[index, offset] = uniform(_seed(span, offset, Purpose.ACCEPT))
             seeds[index, offset] = _seed(span, offset, Purpose.RECOVER)
         seeds[index, k] = _seed(span, k, Purpose.TOKEN)
         if span.draft_row.probs is not None and k > 0:
             from_q[index] = True
+            if on_device is not None and in_place:
+                first = span.draft_row.device_row * on_device.probs.shape[1]
+                rows[index, :k] = range(first, first + k)
+                continue
             rows[index, :k] = range(num_values, num_values + k)
             values.append(span.draft_row.probs[:k])
             num_values += k
     words = seed_words(seeds.reshape(-1).tolist()).reshape(*seeds.shape, 2)
     uniform_rows, word_rows, q_rows, drafted_from_q = to_device([uniforms, words, rows, from_q], logits.device)
     stacked = None
-    if values:
+    if on_device is not None and in_place and from_q.any():
+        stacked = on_device.probs.flatten(0, 1)  # q is read where the draft wrote it.
+    elif values:
         stacked = values[0] if len(values) == 1 else torch.cat(values)
     target_probs = warp(_rows_of(logits, spans), [span.sampling for span in spans for _ in span.rows])
     return reject(target_probs, drafts, DraftProbs(stacked, q_rows, drafted_from_q, vocab), uniform_rows, word_rows)
@@ -167,7 +207,7 @@ def _seed(span: SampledSpan, offset: int, purpose: Purpose) -> int:
 
 
 def accept_each(logits: torch.Tensor, spans: Sequence[SampledSpan], vocab: torch.Tensor | None) -> Outcome:
-    """The twin of `accept_all`: decides one span after the other on the host. Same arguments and result.
+    """The twin of `accept_all`, for drafts that the host has: decides one span after the other. Same result.
 
     It reads the device several times per span, and stops at the first rejection. On a CPU that is faster, because the
     rows of one span stay in the cache of the processor.

@@ -43,7 +43,7 @@ class Committer:
                 span.request.num_computed = span.start + span.num_tokens
                 self._pool.register(span.request)
                 continue
-            deltas.append(self._commit_row(span, len(drafted.token_ids), row))
+            deltas.append(self._commit_row(span, drafted.num_tokens, row))
         return tuple(deltas)
 
     def _commit_row(self, span: Span, num_drafted: int, row: RowVerdict) -> Delta:

@@ -9,11 +9,16 @@ Owns the mapping from tokens and blocks to rows and KV slots, for target and dra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 from msgspec import Struct
 
-from engine.core.step import Batch, Draft, ForwardInput, ForwardResult, Span
+from engine.core.step import Batch, DeviceTokens, Draft, ForwardInput, ForwardResult, Span
+
+if TYPE_CHECKING:  # only a type here, as in `engine.core.step`
+    import torch
 
 Forward = Callable[[ForwardInput], ForwardResult]
 """One forward of a model over its KV cache."""
@@ -32,14 +37,18 @@ class SpanRows(Struct, frozen=True, gc=False):
     """Number of rows at the end of the span whose logits are returned."""
     positions: Sequence[int] | None = None
     """Position of each row; None if positions equal KV slot indices."""
+    places: Sequence[int] | None = None
+    """Place of each row's token among the ids on the device; -1 where `token_ids` has it. None: all are in
+    `token_ids`."""
 
 
-def pack_spans(spans: Sequence[SpanRows], block_size: int) -> ForwardInput:
+def pack_spans(spans: Sequence[SpanRows], block_size: int, ids: torch.Tensor | None = None) -> ForwardInput:
     """Pack spans into one forward.
 
     Args:
         spans: at least one.
         block_size: tokens per KV block.
+        ids: [M] int64 token ids on the device, which the spans' `places` count in; None if no span has any.
     """
     q_lens = np.array([len(span.token_ids) for span in spans], dtype=np.int32)
     starts = np.array([span.start for span in spans], dtype=np.int32)
@@ -57,6 +66,9 @@ def pack_spans(spans: Sequence[SpanRows], block_size: int) -> ForwardInput:
     positions = indices
     if any(span.positions is not None for span in spans):
         positions = np.concatenate([_positions(span) for span in spans])
+    device_tokens = None
+    if ids is not None:
+        device_tokens = DeviceTokens(ids, np.concatenate([_places(span) for span in spans]))
     return ForwardInput(
         token_ids=np.array(token_ids, dtype=np.int32),
         positions=positions.astype(np.int32),
@@ -65,7 +77,15 @@ def pack_spans(spans: Sequence[SpanRows], block_size: int) -> ForwardInput:
         kv_lens=starts + q_lens,
         block_tables=tables,
         logit_rows=np.array(logit_rows, dtype=np.int32),
+        device_tokens=device_tokens,
+        tokens_from_rank_0=device_tokens is not None,
     )
+
+
+def _places(span: SpanRows) -> npt.NDArray[np.int64]:
+    if span.places is None:
+        return np.full(len(span.token_ids), -1, dtype=np.int64)
+    return np.array(span.places, dtype=np.int64)
 
 
 def _positions(span: SpanRows) -> Sequence[int]:
@@ -78,11 +98,19 @@ def pack_step(batch: Batch, draft: Draft, block_size: int) -> ForwardInput:
     The rows with logits end the span: first those that score prompt tokens, then those that yield tokens.
     """
     spans = []
+    on_device = draft.on_device
     for span, row in zip(batch.spans, draft.rows, strict=True):
         committed = span.request.tokens[span.start : span.start + span.num_tokens]
-        num_logits = len(prompt_rows(span)) + (len(row.token_ids) + 1 if span.samples else 0)
-        spans.append(SpanRows([*committed, *row.token_ids], span.start, span.request.block_ids, num_logits))
-    return pack_spans(spans, block_size)
+        num_logits = len(prompt_rows(span)) + (row.num_tokens + 1 if span.samples else 0)
+        places = None
+        drafted = row.token_ids
+        if on_device is not None and row.num_on_device > 0:
+            first = row.device_row * on_device.token_ids.shape[1]
+            places = (*((-1,) * len(committed)), *range(first, first + row.num_on_device))
+            drafted = (0,) * row.num_on_device
+        block_ids = span.request.block_ids
+        spans.append(SpanRows([*committed, *drafted], span.start, block_ids, num_logits, places=places))
+    return pack_spans(spans, block_size, None if on_device is None else on_device.token_ids.view(-1))
 
 
 def prompt_rows(span: Span) -> range:

@@ -37,7 +37,7 @@ def step_stats(
     accepted_means: list[float] = []
     ended = list(aborted)
     for span, drafted, row in zip(batch.spans, draft.rows, verdict.rows, strict=True):
-        request, length = span.request, len(drafted.token_ids)
+        request, length = span.request, drafted.num_tokens
         if span.num_tokens == 1:
             num_decodes += 1
         else:
@@ -85,10 +85,10 @@ def _by_position(draft: Draft, verdict: Verdict) -> tuple[tuple[int, ...], tuple
 
     A position after a rejection is not reached and counts in neither.
     """
-    width = max((len(row.token_ids) for row in draft.rows), default=0)
+    width = max((row.num_tokens for row in draft.rows), default=0)
     accepted, reached = [0] * width, [0] * width
     for drafted, row in zip(draft.rows, verdict.rows, strict=True):
-        for j in range(min(row.num_accepted + 1, len(drafted.token_ids))):
+        for j in range(min(row.num_accepted + 1, drafted.num_tokens)):
             reached[j] += 1
             accepted[j] += j < row.num_accepted
     return tuple(accepted), tuple(reached)
@@ -96,16 +96,17 @@ def _by_position(draft: Draft, verdict: Verdict) -> tuple[tuple[int, ...], tuple
 
 def _outcome(span: Span, drafted: DraftRow, row: RowVerdict) -> RowOutcome:
     request = span.request
+    confidences = drafted.confidences or row.confidences
     return RowOutcome(
         request.key,
-        num_drafted=len(drafted.token_ids),
+        num_drafted=drafted.num_tokens,
         num_accepted=row.num_accepted,
         num_tokens=len(request.tokens),
         workload=request.submit.sampling.workload,
         source=drafted.source,
         match_len=drafted.match_len,
-        num_asked=span.k if span.exit_threshold > 0 and drafted.confidences else 0,
-        confidences=drafted.confidences,
+        num_asked=span.k if span.exit_threshold > 0 and confidences else 0,
+        confidences=confidences,
     )
 
 

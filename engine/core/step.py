@@ -83,7 +83,8 @@ class DraftRow(Struct, frozen=True, gc=False):
     """The draft for one span."""
 
     token_ids: tuple[int, ...] = ()
-    """Target token ids: at most span.k of them from the method, at most span.max_lookup_k from another source."""
+    """Target token ids: at most span.k of them from the method, at most span.max_lookup_k from another source. Empty if
+    only the device has them (`num_on_device`)."""
     probs: torch.Tensor | None = None
     """[len(token_ids), draft_vocab] float32, the distribution each token was drawn from; None: all are one-hot."""
     confidences: tuple[float, ...] = ()
@@ -94,6 +95,26 @@ class DraftRow(Struct, frozen=True, gc=False):
     """What drafted the tokens."""
     match_len: int = 0
     """Length in tokens of the match that prompt lookup found, counted up to MAX_MATCH_LEN; 0 for other sources."""
+    num_on_device: int = 0
+    """Draft tokens in row `device_row` of `Draft.on_device`; 0 if `token_ids` has them."""
+    device_row: int = 0
+    """Row of this draft in `Draft.on_device`, where `num_on_device` is not 0."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of draft tokens, wherever they are."""
+        return self.num_on_device or len(self.token_ids)
+
+
+class DeviceDrafts(Struct, frozen=True, gc=False):
+    """Drafts that the host has not seen: R rows of at most K tokens in device memory."""
+
+    token_ids: torch.Tensor
+    """[R, K] int64 target token ids; any valid id after the last token of a row."""
+    confidences: torch.Tensor
+    """[R, K] float32 the draft's largest probability at each position."""
+    probs: torch.Tensor
+    """[R, K, draft_vocab] float32 the distribution each token was drawn from, in rows whose `DraftRow.probs` is set."""
 
 
 class Draft(Struct, frozen=True, gc=False):
@@ -109,6 +130,8 @@ class Draft(Struct, frozen=True, gc=False):
     """Seconds of transfer between target and draft, both ways."""
     num_caught_up: int = 0
     """Committed tokens that the draft read before it drafted."""
+    on_device: DeviceDrafts | None = None
+    """The draft tokens of rows with `num_on_device`."""
 
 
 class RowVerdict(Struct, frozen=True, gc=False):
@@ -125,6 +148,8 @@ class RowVerdict(Struct, frozen=True, gc=False):
     """One entry per token if the request asked for them, else empty."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Entries of the prompt tokens that this step scored, in order; empty if the request did not ask for them."""
+    confidences: tuple[float, ...] = ()
+    """The draft's confidences of a draft on the device, which the host sees with the result; else empty."""
 
 
 class Features(Struct, frozen=True, gc=False):
@@ -149,6 +174,15 @@ class Verdict(Struct, frozen=True, gc=False):
     """The target's hidden states of this step; None if no draft reads them."""
 
 
+class DeviceTokens(Struct, frozen=True, gc=False):
+    """Tokens of a forward that are in device memory, because the host does not know them."""
+
+    ids: torch.Tensor
+    """[M] int64 token ids on the device of rank 0."""
+    places: npt.NDArray[np.int64]
+    """[N] index into `ids` of each row's token; -1 where `ForwardInput.token_ids` has the token."""
+
+
 class ForwardInput(Struct, frozen=True, gc=False):
     """The integers of one forward over S spans with N rows in all.
 
@@ -170,6 +204,10 @@ class ForwardInput(Struct, frozen=True, gc=False):
     """[S, W] block ids of each span in order, padded with 0."""
     logit_rows: npt.NDArray[np.int32]
     """[R] rows whose logits are returned, ascending."""
+    device_tokens: DeviceTokens | None = None
+    """Tokens that only the device knows. On rank 0; it does not travel to other ranks."""
+    tokens_from_rank_0: bool = False
+    """Whether rank 0 sends the token ids to the other ranks on the device, because `token_ids` lacks some."""
 
 
 class ForwardResult(Struct, frozen=True, gc=False):
@@ -179,6 +217,8 @@ class ForwardResult(Struct, frozen=True, gc=False):
     """[R, vocab] float32 logits of `ForwardInput.logit_rows` on rank 0; None on other ranks."""
     hidden: torch.Tensor | None = None
     """[N, len(feature_layers) * hidden_size]: outputs of the tapped layers side by side; None where none is tapped."""
+    most_likely: torch.Tensor | None = None
+    """[R] int64 column of the largest logit of each row, where the forward has found it; else None."""
 
     def require_logits(self) -> torch.Tensor:
         """The logits of a forward on rank 0.

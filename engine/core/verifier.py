@@ -7,19 +7,21 @@ verifies with a sharded model and with a toy model of ten tokens. `engine.core.a
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from msgspec import Struct
 
 from engine.core.acceptance import AcceptanceKind, SampledSpan, accept_all, accept_each, draft_table
 from engine.core.packing import Forward, pack_step, prompt_rows
-from engine.core.step import Batch, Draft, Features, RowVerdict, Span, Verdict
+from engine.core.step import Batch, DeviceDrafts, Draft, Features, RowVerdict, Span, Verdict
 from engine.messages import EmittedKind, TokenLogprobs
 from engine.sampling.logits_processor import BatchLogitsProcessor
 from engine.sampling.logprobs import Scores, score, token_logprobs
+from engine.sampling.readback import HostClock, StepClock
 from engine.sampling.rejection import Outcome
 from engine.sampling.staging import to_device, to_host
 
@@ -31,12 +33,21 @@ class Verifier:
         forward: the target.
         block_size: tokens per KV block.
         acceptance: which implementation of the acceptance rules to use; the results are equal.
+        clock: measures the forward and brings the results to the host; None for a target on a CPU.
     """
 
-    def __init__(self, forward: Forward, *, block_size: int, acceptance: AcceptanceKind = "auto") -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        *,
+        block_size: int,
+        acceptance: AcceptanceKind = "auto",
+        clock: StepClock | None = None,
+    ) -> None:
         self._forward = forward
         self._block_size = block_size
         self._acceptance: AcceptanceKind = acceptance
+        self._clock = clock or HostClock()
 
     def verify(self, batch: Batch, draft: Draft) -> Verdict:
         """Run the target once and accept or reject every draft token.
@@ -44,14 +55,22 @@ class Verifier:
         Raises:
             ShardDown: a target shard does not answer.
         """
-        begin = time.perf_counter()
+        clock = self._clock
+        clock.begin()
         forward_input = pack_step(batch, draft, self._block_size)
         result = self._forward(forward_input)
-        forwarded = time.perf_counter()
-        rows = accept_or_reject(result.require_logits(), batch.spans, draft, acceptance=self._acceptance)
+        clock.forwarded()
+        rows = accept_or_reject(
+            result.require_logits(),
+            batch.spans,
+            draft,
+            acceptance=self._acceptance,
+            read=clock.read,
+            most_likely=result.most_likely,
+        )
         features = Features(result.hidden, forward_input.q_lens) if result.hidden is not None else None
-        sample_s = time.perf_counter() - forwarded
-        return Verdict(rows, verify_s=forwarded - begin, sample_s=sample_s, features=features)
+        times = clock.times()
+        return Verdict(rows, verify_s=times.forward_s, sample_s=times.rest_s, features=features)
 
 
 class _PromptRows(Struct, frozen=True, gc=False):
@@ -67,7 +86,13 @@ class _PromptRows(Struct, frozen=True, gc=False):
 
 @torch.inference_mode()
 def accept_or_reject(
-    logits: torch.Tensor, spans: Sequence[Span], draft: Draft, *, acceptance: AcceptanceKind = "auto"
+    logits: torch.Tensor,
+    spans: Sequence[Span],
+    draft: Draft,
+    *,
+    acceptance: AcceptanceKind = "auto",
+    read: Callable[[Sequence[torch.Tensor]], list[npt.NDArray[Any]]] = to_host,
+    most_likely: torch.Tensor | None = None,
 ) -> tuple[RowVerdict, ...]:
     """Apply each request's logits processor and acceptance rule to its rows. The host waits for the device once.
 
@@ -77,6 +102,8 @@ def accept_or_reject(
         spans: the spans of the step.
         draft: the draft tokens, in the order of the spans.
         acceptance: which implementation of the acceptance rules to use.
+        read: copies the results to the host; the only wait.
+        most_likely: [R] int64 column of the largest logit of each row, if it has been found already.
     """
     prompts, sampled = _layout(spans, draft)
     reported = [place for place, job in enumerate(sampled) if _num_top(job) is not None]
@@ -86,15 +113,22 @@ def accept_or_reject(
     if sampled:
         # The processors change the logits in place; log-probabilities are those of the model.
         unchanged = _gather(logits, [row for place in reported for row in sampled[place].rows]) if reported else None
-        _process(logits, sampled)
+        if _process(logits, sampled):
+            most_likely = None  # It was that of the unchanged logits.
         if acceptance == "auto":
             acceptance = "each" if logits.device.type == "cpu" else "together"
-        accept = accept_each if acceptance == "each" else accept_all
-        outcome = accept(logits, sampled, draft.vocab)
+        on_device = draft.on_device
+        if acceptance == "each" and on_device is None:
+            outcome = accept_each(logits, sampled, draft.vocab)
+        else:
+            outcome = accept_all(logits, sampled, draft.vocab, on_device, most_likely)
         if unchanged is not None:
-            results += _score_emitted(unchanged, sampled, reported, outcome).tensors()
+            results += _score_emitted(unchanged, sampled, reported, outcome, on_device).tensors()
+        if on_device is not None:
+            emitted = outcome.emitted(draft_table(sampled, logits.device, on_device))
+            results += [emitted, on_device.confidences]
         results += [outcome.num_accepted, outcome.last_token]
-    return _verdicts(to_host(results), len(spans), prompts, sampled, reported)
+    return _verdicts(read(results), len(spans), prompts, sampled, reported, on_device=draft.on_device is not None)
 
 
 def _layout(spans: Sequence[Span], draft: Draft) -> tuple[list[_PromptRows], list[SampledSpan]]:
@@ -111,7 +145,7 @@ def _layout(spans: Sequence[Span], draft: Draft) -> tuple[list[_PromptRows], lis
             prompts.append(_PromptRows(index, range(first, first + len(scored)), tokens, num_top))
             first += len(scored)
         if span.samples:
-            rows = range(first, first + len(draft_row.token_ids) + 1)
+            rows = range(first, first + draft_row.num_tokens + 1)
             sampled.append(SampledSpan(index, span, draft_row, rows, span.request.row_sampling))
             first = rows.stop
     return prompts, sorted(sampled, key=lambda job: not job.by_choice)
@@ -127,22 +161,29 @@ def _gather(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
     return logits.index_select(0, index)
 
 
-def _process(logits: torch.Tensor, sampled: Sequence[SampledSpan]) -> None:
-    """Apply penalties and grammars at every position, given that the draft tokens before it are accepted."""
+def _process(logits: torch.Tensor, sampled: Sequence[SampledSpan]) -> bool:
+    """Apply penalties and grammars at every position, given that the draft tokens before it are accepted.
+
+    Returns:
+        Whether any request has such options.
+    """
+    has_options = False
     batch_processor = BatchLogitsProcessor()
     for job in sampled:
         logits_processor = job.span.request.logits_processor
         if logits_processor is None:
             continue
+        has_options = True
         logits_processor.follow(job.span.request.tokens)
         num_tokens = logits_processor.num_tokens
         batch_processor.add(job.rows.start, logits_processor)
-        for row, token in zip(job.rows[1:], job.draft_row.token_ids, strict=True):
+        for row, token in zip(job.rows[1:], job.draft_row.token_ids, strict=True):  # The host has these tokens.
             if not logits_processor.push(token):
                 break  # This token will be rejected, so no later row is used.
             batch_processor.add(row, logits_processor)
         logits_processor.rewind(num_tokens)
     batch_processor.apply(logits)
+    return has_options
 
 
 def _score_prompts(logits: torch.Tensor, prompts: Sequence[_PromptRows]) -> Scores:
@@ -155,7 +196,11 @@ def _score_prompts(logits: torch.Tensor, prompts: Sequence[_PromptRows]) -> Scor
 
 
 def _score_emitted(
-    logits: torch.Tensor, sampled: Sequence[SampledSpan], reported: Sequence[int], outcome: Outcome
+    logits: torch.Tensor,
+    sampled: Sequence[SampledSpan],
+    reported: Sequence[int],
+    outcome: Outcome,
+    on_device: DeviceDrafts | None,
 ) -> Scores:
     """Score the emitted tokens of the reported spans, one row per draft token and one more.
 
@@ -164,8 +209,9 @@ def _score_emitted(
         sampled: all spans that yield tokens.
         reported: indices into `sampled`.
         outcome: of all spans in `sampled`.
+        on_device: draft tokens that only the device has.
     """
-    emitted = outcome.emitted(draft_table(sampled, logits.device))
+    emitted = outcome.emitted(draft_table(sampled, logits.device, on_device))
     places = np.array([place for place in reported for _ in sampled[place].rows], dtype=np.int64)
     offsets = np.array([j for place in reported for j in range(len(sampled[place].rows))], dtype=np.int64)
     place_index, offset_index = to_device([places, offsets], logits.device)
@@ -179,8 +225,14 @@ def _verdicts(
     prompts: Sequence[_PromptRows],
     sampled: Sequence[SampledSpan],
     reported: Sequence[int],
+    *,
+    on_device: bool,
 ) -> tuple[RowVerdict, ...]:
-    """The verdict of each span, from the arrays that `accept_or_reject` has copied to the host."""
+    """The verdict of each span, from the arrays that `accept_or_reject` has copied to the host.
+
+    Args:
+        on_device: whether emitted tokens and confidences are among them.
+    """
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
     if prompts:
         chosen, values, ids = results[:3]
@@ -193,20 +245,28 @@ def _verdicts(
         return tuple(verdicts)
     num_accepted, last_tokens = results[-2].tolist(), results[-1].tolist()
     emitted_logprobs: dict[int, list[TokenLogprobs]] = {}
+    emitted, confidences = (results[-4], results[-3]) if on_device else (results[-1], results[-1])
     if reported:
         tops = [_num_top(sampled[place]) or 0 for place in reported for _ in sampled[place].rows]
-        logprobs = token_logprobs(results[-5], results[-4], results[-3], tops)
+        chosen, values, ids = results[: -4 if on_device else -2][-3:]
+        logprobs = token_logprobs(chosen, values, ids, tops)
         for place in reported:
             emitted_logprobs[place] = logprobs[: num_accepted[place] + 1]
             logprobs = logprobs[len(sampled[place].rows) :]
     for place, (job, number, last_token) in enumerate(zip(sampled, num_accepted, last_tokens, strict=True)):
-        drafted = job.draft_row.token_ids
+        drafted = job.draft_row
+        accepted = drafted.token_ids[:number]
+        certainties: tuple[float, ...] = ()
+        if drafted.num_on_device:
+            accepted = tuple(emitted[place][:number].tolist())
+            certainties = tuple(confidences[drafted.device_row][: drafted.num_on_device].tolist())
         verdicts[job.index] = RowVerdict(
-            token_ids=(*drafted[:number], last_token),
+            token_ids=(*accepted, last_token),
             num_accepted=number,
-            last=_last_kind(len(drafted), number),
+            last=_last_kind(drafted.num_tokens, number),
             logprobs=tuple(emitted_logprobs.get(place, ())),
             prompt_logprobs=prompt_logprobs.get(job.index, ()),
+            confidences=certainties,
         )
     return tuple(verdicts)
 

@@ -27,7 +27,12 @@ class WrongDrafter:
 
     def draft(self, batch: Batch) -> Draft:
         draft = self._drafter.draft(batch)
-        return replace(draft, rows=tuple(self._replace_tokens(row) for row in draft.rows))
+        on_device = draft.on_device
+        if on_device is not None:
+            token_ids = (on_device.token_ids + self._vocab_size // 2) % self._vocab_size
+            on_device = replace(on_device, token_ids=token_ids)
+        rows = tuple(self._replace_tokens(row) for row in draft.rows)
+        return replace(draft, rows=rows, on_device=on_device)
 
     def committed(self, batch: Batch, verdict: Verdict) -> None:
         self._drafter.committed(batch, verdict)
@@ -36,7 +41,7 @@ class WrongDrafter:
         self._drafter.forget(keys)
 
     def _replace_tokens(self, row: DraftRow) -> DraftRow:
-        if not row.token_ids:
+        if row.num_tokens == 0:
             return row
         half = self._vocab_size // 2
         return replace(row, token_ids=tuple((token + half) % self._vocab_size for token in row.token_ids), probs=None)

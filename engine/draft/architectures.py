@@ -10,19 +10,25 @@ architectures (`engine.draft.proposer`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 from engine.core.packing import Forward
 from engine.core.step import ForwardInput
 from engine.errors import EngineError
-from engine.model.decoder import LayerCache
+from engine.graphs.buckets import Bucket
+from engine.graphs.forward import Capture, Embedding, GraphedForward
+from engine.model.decoder import LayerCache, with_device_tokens
 from engine.model.eagle_head import Eagle3Head, EagleHead
 from engine.model.load import Model
+from engine.model.runner import ModelRunner
+from engine.sampling.staging import to_device
 
 _TABLE_ROWS = 4096
 """Vocabulary rows that are projected at once when the token table of an EAGLE draft is built."""
@@ -41,7 +47,9 @@ class Outputs:
         """The outputs of some rows."""
         if len(rows) == len(self.logits):
             return self
-        return Outputs(self.logits[rows], None if self.previous_hidden is None else self.previous_hidden[rows])
+        (index,) = to_device([np.array(rows, dtype=np.int64)], self.logits.device)
+        hidden = self.previous_hidden
+        return Outputs(self.logits.index_select(0, index), None if hidden is None else hidden.index_select(0, index))
 
 
 class Architecture(Protocol):
@@ -107,6 +115,23 @@ class EagleArchitecture:
         self._caches = caches
         has_table = isinstance(head, EagleHead) and decoder.device.type == "cpu"
         self._table = self._token_table() if has_table else None
+        self._recorded: GraphedForward | None = None
+
+    def record(self, runner: ModelRunner, buckets: Sequence[Bucket], capture: Capture, *, max_kv: int) -> None:
+        """Record the forwards of drafted tokens as CUDA graphs.
+
+        Args:
+            runner: the decoder with its cache.
+            buckets: sizes to record.
+            capture: records them.
+            max_kv: longest sequence in tokens.
+        """
+        embedding = Embedding(
+            self._decoder.config.hidden_size,
+            lambda ids, hidden: self._head.drafted_inputs(self._projected(ids), hidden),
+        )
+        max_ids = max(bucket.rows for bucket in buckets)
+        self._recorded = GraphedForward(runner, buckets, capture, max_kv=max_kv, max_ids=max_ids, embedding=embedding)
 
     def compute_committed(self, forward_input: ForwardInput, features: torch.Tensor | None) -> Outputs:
         if features is None:
@@ -116,10 +141,23 @@ class EagleArchitecture:
     def compute_drafted(self, forward_input: ForwardInput, previous_hidden: torch.Tensor | None) -> Outputs:
         if previous_hidden is None:
             raise EngineError("an eagle draft needs its previous hidden state for drafted tokens")
+        if self._recorded is not None:
+            result = self._recorded.embedded(forward_input, previous_hidden)
+            if result is not None and result.hidden is not None:
+                return Outputs(result.require_logits(), result.hidden)
         return self._forward(forward_input, self._head.drafted_inputs(self._tokens(forward_input), previous_hidden))
 
     def _tokens(self, forward_input: ForwardInput) -> torch.Tensor:
-        ids = self._index(forward_input.token_ids)
+        known = forward_input.device_tokens
+        if known is None:
+            ids = self._index(forward_input.token_ids)
+        else:
+            told = forward_input.token_ids.astype(np.int64)
+            told_ids, places = to_device([told, known.places], self._decoder.device)
+            ids = with_device_tokens(told_ids, known.ids, places)
+        return self._projected(ids)
+
+    def _projected(self, ids: torch.Tensor) -> torch.Tensor:
         if self._table is not None:
             return F.embedding(ids, self._table)
         return self._head.project_tokens(F.embedding(ids, self._decoder.embedding))
@@ -139,5 +177,6 @@ class EagleArchitecture:
             hidden = hidden.index_select(0, self._index(forward_input.logit_rows))
         return Outputs(result.logits, hidden)
 
-    def _index(self, values: np.ndarray[tuple[int], np.dtype[np.int32]]) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(self._decoder.device)
+    def _index(self, values: npt.NDArray[Any]) -> torch.Tensor:
+        (index,) = to_device([values.astype(np.int64)], self._decoder.device)
+        return index

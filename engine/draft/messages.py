@@ -121,11 +121,18 @@ class DraftResponseRow:
     """Whether probs[row, :len(token_ids)] holds the distribution that each token was drawn from."""
     reason: KReason = "plan"
     """Why the draft is shorter than requested; `plan` where it is not."""
+    num_on_device: int = 0
+    """Number of tokens in this row of the buffer's `token_ids`, with their confidences beside them; 0 if the tokens are
+    in this message. A row whose options need its tokens on the target's host has them in both places."""
 
     def __post_init__(self) -> None:
         if self.confidences and len(self.confidences) != len(self.token_ids):
             raise ValueError(
                 f"draft response row: {len(self.confidences)} confidences for {len(self.token_ids)} tokens"
+            )
+        if self.num_on_device and self.token_ids and len(self.token_ids) != self.num_on_device:
+            raise ValueError(
+                f"draft response row: {len(self.token_ids)} tokens in the message, {self.num_on_device} on the device"
             )
         if not all(0.0 <= confidence <= 1.001 for confidence in self.confidences):
             raise ValueError(f"draft response row: confidences {self.confidences} not all within 0 and 1")

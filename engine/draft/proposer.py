@@ -7,19 +7,36 @@ responses, not how they travel, nor which model computes the logits (`engine.dra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
+import numpy as np
 import torch
 
 from engine.core.block_pool import BlockPool
 from engine.core.packing import SpanRows, pack_spans
 from engine.draft.architectures import Architecture, Outputs
+from engine.draft.chain import Chooser, Read, draft_chain, settle
 from engine.draft.messages import DraftRequestRow, DraftResponseRow
 from engine.draft.sequence import Drafting, DraftSequence
 from engine.errors import InvalidRequest
-from engine.sampling.distribution import Purpose, draw, gumbel, most_likely, stream_seed, warp
 from engine.sampling.grammar import Grammars, Matcher
 from engine.sampling.logits_processor import BatchLogitsProcessor, Columns, LogitsProcessor
-from engine.sampling.staging import to_host
+from engine.sampling.staging import to_device, to_host
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """Where a draft leaves its tokens for the target, and takes committed ones from."""
+
+    token_ids: torch.Tensor
+    """[max_rows, max_k] int32, written."""
+    confidences: torch.Tensor
+    """[max_rows, max_k] float32, written."""
+    new_tokens: torch.Tensor
+    """[max_request_tokens] int32 committed tokens of the draft request, row after row."""
+    read: Read
+    """Copies tensors to the host. Called at most once per draft request."""
 
 
 class Proposer:
@@ -44,7 +61,7 @@ class Proposer:
     ) -> None:
         self._architecture = architecture
         self._pool = pool
-        self._vocab = vocab
+        self._chooser = Chooser(vocab)
         self._columns = Columns(vocab) if vocab is not None else None
         self._grammars = grammars
         self._max_model_len = max_model_len
@@ -57,6 +74,7 @@ class Proposer:
         released: Sequence[int],
         probs: torch.Tensor,
         features: torch.Tensor | None = None,
+        on_device: OnDevice | None = None,
     ) -> tuple[DraftResponseRow, ...]:
         """Compute new committed tokens and draft.
 
@@ -65,6 +83,7 @@ class Proposer:
             released: keys of requests that have ended.
             probs: [max_rows, max_k, draft_vocab] float32. Receives q for the rows that need it.
             features: [ring rows, feature width] of the target, for an architecture that reads features.
+            on_device: where drafted tokens stay on the device; None brings each one to the host before the next.
 
         Returns:
             One response row per request row.
@@ -73,9 +92,10 @@ class Proposer:
             self._drop(key)
         response = [DraftResponseRow()] * len(rows)
         drafting: list[Drafting] = []
-        for row_index, request_row in enumerate(rows):
+        firsts = accumulate((len(row.new_tokens) for row in rows), initial=0)
+        for row_index, (request_row, first_new_token) in enumerate(zip(rows, firsts, strict=False)):
             try:
-                row = self._prepare(row_index, request_row)
+                row = self._prepare(row_index, request_row, first_new_token)
             except InvalidRequest:
                 self._drop(request_row.key)
                 response[row_index] = DraftResponseRow(reason="options")
@@ -84,15 +104,17 @@ class Proposer:
                 response[row_index] = DraftResponseRow(reason="memory")
             else:
                 drafting.append(row)
-        outputs = self._compute_committed(drafting, features)
-        self._draft_tokens([row for row in drafting if row.k > 0], outputs, probs)
+        outputs = self._compute_committed(drafting, features, on_device)
+        active = [row for row in drafting if row.k > 0]
+        if on_device is None:
+            self._draft_tokens(active, outputs, probs)
+        elif active and outputs is not None:
+            self._draft_chain(active, outputs, probs, on_device)
         for row in drafting:
-            response[row.row_index] = DraftResponseRow(
-                tuple(row.token_ids), tuple(row.confidences), row.samples_from_q, row.reason
-            )
+            response[row.row_index] = _response_row(row, on_device is not None)
         return tuple(response)
 
-    def _prepare(self, row_index: int, request_row: DraftRequestRow) -> Drafting | None:
+    def _prepare(self, row_index: int, request_row: DraftRequestRow, first_new_token: int) -> Drafting | None:
         """Bring the sequence to its committed tokens and reserve KV slots; None when memory is short.
 
         Raises:
@@ -108,7 +130,10 @@ class Proposer:
         if num_tokens > self._max_model_len or not self._pool.reserve(sequence, num_slots):
             self._drop(request_row.key)
             return None
-        row = Drafting(row_index, request_row, sequence, request_row.sampling, request_row.k, uncomputed, feature_rows)
+        row = Drafting(
+            *(row_index, request_row, sequence, request_row.sampling, request_row.k, uncomputed, feature_rows),
+            first_new_token=first_new_token,
+        )
         if not self._is_ready(sequence):
             row.k = 0
             row.reason = "catch_up" if sequence.logits_processor is None else "plan"
@@ -171,7 +196,9 @@ class Proposer:
         if sequence is not None:
             self._pool.release(sequence)
 
-    def _compute_committed(self, drafting: Sequence[Drafting], features: torch.Tensor | None) -> Outputs | None:
+    def _compute_committed(
+        self, drafting: Sequence[Drafting], features: torch.Tensor | None, on_device: OnDevice | None
+    ) -> Outputs | None:
         """One forward over all committed tokens without a KV slot.
 
         Returns:
@@ -182,26 +209,49 @@ class Proposer:
         for row in drafting:
             if row.uncomputed:
                 token_ids = [row.sequence.tokens[position] for position in row.uncomputed]
-                spans.append(self._extend(row.sequence, token_ids, row.uncomputed, num_logits=1 if row.k > 0 else 0))
+                places = None if on_device is None else _new_token_places(row)
+                num_logits = 1 if row.k > 0 else 0
+                spans.append(self._extend(row.sequence, token_ids, row.uncomputed, num_logits, places))
                 feature_rows += row.feature_rows
         if not spans:
             return None
         read = None
         if features is not None and self._architecture.reads_features:
-            read = features.index_select(0, torch.tensor(feature_rows, device=features.device))
-        outputs = self._architecture.compute_committed(pack_spans(spans, self._pool.block_size), read)
+            (index,) = to_device([np.array(feature_rows, dtype=np.int64)], features.device)
+            read = features.index_select(0, index)
+        ids = None if on_device is None else on_device.new_tokens.long()
+        outputs = self._architecture.compute_committed(pack_spans(spans, self._pool.block_size, ids), read)
         for row in drafting:
             if row.sequence.has_no_gap:
                 self._pool.register(row.sequence)
         return outputs
 
     def _extend(
-        self, sequence: DraftSequence, token_ids: Sequence[int], positions: Sequence[int], *, num_logits: int
+        self,
+        sequence: DraftSequence,
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        num_logits: int,
+        places: Sequence[int] | None = None,
     ) -> SpanRows:
         """Give the next KV slots of a sequence to these tokens."""
         start = len(sequence.positions)
         sequence.positions += positions
-        return SpanRows(token_ids, start, sequence.block_ids, num_logits, positions)
+        return SpanRows(token_ids, start, sequence.block_ids, num_logits, positions, places)
+
+    def _draft_chain(
+        self, active: Sequence[Drafting], outputs: Outputs, probs: torch.Tensor, on_device: OnDevice
+    ) -> None:
+        """Draft all positions of all rows on the device, then read the result once."""
+        draft_chain(
+            *(self._architecture, self._chooser, active, outputs, probs, on_device.token_ids, on_device.confidences),
+            columns=self._columns,
+            block_size=self._pool.block_size,
+        )
+        num_rows = max(row.row_index for row in active) + 1
+        tokens, confidences = on_device.read([on_device.token_ids[:num_rows], on_device.confidences[:num_rows]])
+        for row in active:
+            settle(row, tokens[row.row_index].tolist(), confidences[row.row_index].tolist())
 
     def _draft_tokens(self, active: list[Drafting], outputs: Outputs | None, probs: torch.Tensor) -> None:
         """Draft one token per row and forward, until each row reaches its K or its early-exit threshold."""
@@ -215,7 +265,11 @@ class Proposer:
                 possible = torch.isfinite(outputs.logits.amax(dim=-1)).tolist()
                 active, outputs = _keep_rows(active, outputs, possible)
             if active:
-                self._choose(active, outputs.logits, probs)
+                depth = len(active[0].token_ids)  # The same for all rows: none rests while others go on.
+                tokens, certain = self._chooser.choose(active, outputs.logits, probs, depth=depth, num_ahead=0)
+                chosen, confidences = to_host([tokens, certain])
+                for row, token, confidence in zip(active, chosen.tolist(), confidences.tolist(), strict=True):
+                    row.append(token, confidence)
             active, outputs = _keep_rows(active, outputs, [row.continues for row in active])
             if active:
                 outputs = self._compute_drafted(active, outputs.previous_hidden)
@@ -225,40 +279,23 @@ class Proposer:
         spans = []
         for row in active:
             tokens = row.sequence.tokens
-            spans.append(self._extend(row.sequence, tokens[-1:], (len(tokens) - 1,), num_logits=1))
+            spans.append(self._extend(row.sequence, tokens[-1:], (len(tokens) - 1,), 1))
         return self._architecture.compute_drafted(pack_spans(spans, self._pool.block_size), previous_hidden)
 
-    def _choose(self, active: Sequence[Drafting], logits: torch.Tensor, probs: torch.Tensor) -> None:
-        """Append one drafted token to each row.
 
-        Args:
-            logits: [len(active), draft_vocab] float32.
-        """
-        columns = most_likely(logits)
-        most_confident = logits.softmax(dim=-1).amax(dim=-1)
-        sampled = [index for index, row in enumerate(active) if not row.sampling.greedy]
-        if sampled:
-            q = warp(logits[sampled], [active[index].sampling for index in sampled])
-            for index, distribution in zip(sampled, q, strict=True):
-                if active[index].samples_from_q:
-                    probs[active[index].row_index, len(active[index].token_ids)].copy_(distribution)
-            ids = self._vocab if self._vocab is not None else torch.arange(logits.shape[-1], device=logits.device)
-            noise = gumbel([self._draw_seed(active[index]) for index in sampled], ids)
-            columns[sampled] = draw(q, noise)
-        token_ids = columns if self._vocab is None else self._vocab[columns]
-        chosen, confidences = to_host([token_ids, most_confident])
-        for row, token, confidence in zip(active, chosen.tolist(), confidences.tolist(), strict=True):
-            row.token_ids.append(token)
-            row.confidences.append(confidence)
-            row.cumulative_confidence *= confidence
-            row.sequence.tokens.append(token)
-            logits_processor = row.sequence.logits_processor
-            if logits_processor is not None and (not logits_processor.push(token) or logits_processor.has_ended):
-                row.k = len(row.token_ids)
+def _new_token_places(row: Drafting) -> list[int]:
+    """Place of each uncomputed token among the new tokens of the draft request; -1 for earlier tokens."""
+    first = row.first_new_token - row.request_row.start
+    return [first + position if position >= row.request_row.start else -1 for position in row.uncomputed]
 
-    def _draw_seed(self, row: Drafting) -> int:
-        purpose = Purpose.TOKEN if row.sampling.coupled else Purpose.DRAFT
-        return stream_seed(row.sampling.stream_key, len(row.sequence.tokens), purpose, row.sampling.attempt)
+
+def _response_row(row: Drafting, on_device: bool) -> DraftResponseRow:
+    """The response for one row. Tokens on the device are repeated in it only where the target's options need them."""
+    token_ids, confidences = tuple(row.token_ids), tuple(row.confidences)
+    if not on_device:
+        return DraftResponseRow(token_ids, confidences, row.samples_from_q, row.reason)
+    told = token_ids if row.sequence.options is not None else ()
+    return DraftResponseRow(told, (), row.samples_from_q, row.reason, len(token_ids))
 
 
 def _keep_rows(active: list[Drafting], outputs: Outputs, keep: list[bool]) -> tuple[list[Drafting], Outputs]:

@@ -14,7 +14,7 @@ import torch
 
 from engine.core.drafter import empty_rows
 from engine.core.request import Request
-from engine.core.step import Batch, Draft, DraftRow, KReason, Span, Verdict
+from engine.core.step import Batch, DeviceDrafts, Draft, DraftRow, KReason, Span, Verdict
 from engine.draft.feature_log import FeatureLog
 from engine.draft.messages import MAX_OPTIONS, DraftRequestRow, DraftResponse, DraftResponseRow, encode_options
 from engine.errors import DraftDown
@@ -31,6 +31,11 @@ class DraftLink(Protocol):
     @property
     def features(self) -> torch.Tensor | None:
         """[feature_rows, width] features that the draft reads during `ask`; None for a draft that reads none."""
+        ...
+
+    def drafted(self, num_rows: int) -> DeviceDrafts:
+        """The drafts of the latest response's rows in device memory. The confidences and probabilities are valid until
+        the next `ask`."""
         ...
 
     def ask(self, rows: Sequence[DraftRequestRow], released: Sequence[int] = (), *, deadline_s: float) -> DraftResponse:
@@ -138,8 +143,11 @@ class RemoteDrafter:
             return _without(rows, asked, "draft_down")
         del self._released[: len(released)]
         probs = self._endpoint.probs
+        on_device = None
+        if any(drafted.num_on_device for drafted in response.rows):
+            on_device = self._endpoint.drafted(len(sent))
         for row_index, (index, request_row, drafted) in enumerate(zip(asked, sent, response.rows, strict=True)):
-            row = self._row(batch.spans[index], request_row, drafted, probs[row_index])
+            row = self._row(batch.spans[index], request_row, drafted, probs[row_index], row_index)
             if batch.spans[index].k > 0:
                 rows[index] = row
         return Draft(
@@ -148,6 +156,7 @@ class RemoteDrafter:
             draft_s=response.draft_s,
             handoff_s=response.handoff_s,
             num_caught_up=sum(len(request_row.new_tokens) for request_row in sent),
+            on_device=on_device,
         )
 
     def committed(self, batch: Batch, verdict: Verdict) -> None:
@@ -224,12 +233,18 @@ class RemoteDrafter:
         return rows
 
     def _row(
-        self, span: Span, request_row: DraftRequestRow, drafted: DraftResponseRow, probs: torch.Tensor
+        self,
+        span: Span,
+        request_row: DraftRequestRow,
+        drafted: DraftResponseRow,
+        probs: torch.Tensor,
+        row_index: int,
     ) -> DraftRow:
         """The draft of one span, and a note of what the draft has received.
 
         Args:
             probs: [max_k, draft_vocab] of this row.
+            row_index: of this row in the draft request.
         """
         key = span.request.key
         if drafted.reason == "memory":
@@ -246,9 +261,11 @@ class RemoteDrafter:
             return DraftRow(reason="catch_up")
         return DraftRow(
             token_ids=drafted.token_ids,
-            probs=probs[: len(drafted.token_ids)] if drafted.has_probs else None,
+            probs=probs[: drafted.num_on_device or len(drafted.token_ids)] if drafted.has_probs else None,
             confidences=drafted.confidences,
             reason=span.reason if drafted.reason == "plan" else drafted.reason,
+            num_on_device=drafted.num_on_device,
+            device_row=row_index,
         )
 
 

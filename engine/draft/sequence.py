@@ -91,6 +91,8 @@ class Drafting:
     """Positions of committed tokens that get a KV slot in this step."""
     feature_rows: Sequence[int]
     """Per position in `uncomputed`, the row of the feature ring that it reads; empty without features."""
+    first_new_token: int = 0
+    """Place of the request row's first new token among those of the whole draft request."""
     reason: KReason = "plan"
     token_ids: list[int] = field(default_factory=list)
     """Tokens drafted so far, as target ids."""
@@ -103,6 +105,16 @@ class Drafting:
     def continues(self) -> bool:
         """Whether another position is drafted. Depends on earlier positions only, which keeps the draft exact."""
         return len(self.token_ids) < self.k and self.cumulative_confidence >= self.request_row.exit_threshold
+
+    def append(self, token: int, confidence: float) -> None:
+        """Note a drafted token. The row ends after a token that its grammar does not allow, and after a stop token."""
+        self.token_ids.append(token)
+        self.confidences.append(confidence)
+        self.cumulative_confidence *= confidence
+        self.sequence.tokens.append(token)
+        processor = self.sequence.logits_processor
+        if processor is not None and (not processor.push(token) or processor.has_ended):
+            self.k = len(self.token_ids)
 
     @property
     def samples_from_q(self) -> bool:

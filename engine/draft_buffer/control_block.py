@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -101,8 +101,20 @@ class DraftBlock:
         """Sequence number of the latest draft request with a response."""
         return self._words[Word.RESPONSE_SEQ]
 
-    def write_request(self, seq: int, rows: Sequence[DraftRequestRow], released: Sequence[int]) -> None:
+    def write_request(
+        self,
+        seq: int,
+        rows: Sequence[DraftRequestRow],
+        released: Sequence[int],
+        publish: Callable[[], None] = lambda: None,
+    ) -> None:
         """Write a draft request, then its sequence number.
+
+        Args:
+            seq: number of the request.
+            rows: its rows.
+            released: keys of requests that have ended.
+            publish: called before the sequence number is written; publishes what belongs to the request in the payload.
 
         Raises:
             ValueError: the request exceeds the capacities. The sequence number is not written then.
@@ -132,6 +144,7 @@ class DraftBlock:
         words[Word.REQUEST_TOKENS] = len(new_tokens)
         words[Word.REQUEST_RELEASED] = len(released)
         words[Word.REQUEST_OPTIONS] = len(options)
+        publish()
         words[Word.REQUEST_SEQ] = seq
 
     def read_request(self, seq: int) -> DraftRequest:
@@ -179,13 +192,14 @@ class DraftBlock:
         if len(rows) != len(request.rows):
             raise ValueError(f"draft response: {len(rows)} rows given, the request has {len(request.rows)}")
         for row, request_row in zip(rows, request.rows, strict=True):
-            check_capacity(f"tokens for request {request_row.key}", len(row.token_ids), request_row.k)
+            most = max(len(row.token_ids), row.num_on_device)
+            check_capacity(f"tokens for request {request_row.key}", most, request_row.k)
         token_ids = np.array([token for row in rows for token in row.token_ids], dtype=np.int64)
         if not all_within(token_ids, self.spec.vocab):
             raise ValueError(f"draft response: a token id is outside 0..{self.spec.vocab - 1}")
         confidences = [confidence for row in rows for confidence in row.confidences]
         self._arrays.response_rows[: len(rows)] = [
-            (len(r.token_ids), len(r.confidences), r.has_probs, REASONS.index(r.reason)) for r in rows
+            (len(r.token_ids), len(r.confidences), r.has_probs, REASONS.index(r.reason), r.num_on_device) for r in rows
         ]
         self._arrays.token_ids[: len(token_ids)] = token_ids
         self._arrays.confidences[: len(confidences)] = confidences
@@ -222,12 +236,13 @@ class DraftBlock:
         for record, k in zip(records, ks, strict=True):
             check_count("tokens of a row", record[0], k)
             check_count("reason", record[3], len(REASONS) - 1)
+            check_count("tokens of a row on the device", record[4], k)
         row_tokens = split(token_ids.tolist(), [record[0] for record in records])
         confidences = self._arrays.confidences[:num_confidences].tolist()
         row_confidences = split(confidences, [record[1] for record in records])
         try:
             rows = tuple(
-                DraftResponseRow(tokens, certainties, bool(record[2]), REASONS[record[3]])
+                DraftResponseRow(tokens, certainties, bool(record[2]), REASONS[record[3]], record[4])
                 for record, tokens, certainties in zip(records, row_tokens, row_confidences, strict=True)
             )
         except ValueError as error:

@@ -4,22 +4,24 @@ Owns the allocation, its export and opening through CUDA IPC, the two interproce
 settings that break CUDA IPC. The allocation is exported once and opened once per draft process. Per step there are only
 two event calls. Knows nothing of draft requests and responses (`engine.draft_buffer.control_block`).
 
-    target's stream    reads probs | record asked  ......................  wait responded | reads probs
-    draft's stream                   wait asked | writes probs | record responded
+    target's stream    writes new tokens, features | record asked  ...................  wait responded | reads drafts
+    draft's stream                                   wait asked | writes ids, confidences, probs | record responded
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch.multiprocessing import reductions
 
 from engine.draft_buffer.handle import CudaExport
 from engine.errors import ConfigError
+from engine.sampling.staging import pack_words, unpack_words
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _MIN_BYTES = 2 * 1024 * 1024
@@ -65,8 +67,8 @@ def device_of(uuid: str) -> torch.device:
 class CudaBlock:
     """A dedicated device allocation of the target, exported once. It outlives the draft processes that map it.
 
-    A restarted draft maps the same allocation again. Memory that is freed after its peer was killed would stay in
-    torch's list of memory that another process may still read.
+    A restarted draft maps the same allocation again. It is never freed before the process ends: a hung draft can still
+    write to it, and memory whose peer was killed would stay in torch's list of memory that is still read.
 
     Args:
         num_bytes: size in bytes, rounded up to 2 MiB.
@@ -89,14 +91,6 @@ class CudaBlock:
     def payload(self) -> CudaTargetPayload:
         """The target's payload for one epoch, with new events."""
         return CudaTargetPayload(self, self._rebuild)
-
-    def close(self) -> None:
-        """Free the memory. Every draft process that mapped it must have closed it or be dead."""
-        reference = dict(self._rebuild)
-        # A killed draft has not returned its reference. Without this call torch would never free the memory.
-        torch.UntypedStorage._release_ipc_counter_cuda(reference["ref_counter_handle"], reference["ref_counter_offset"])
-        del self.memory, self._pool
-        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
 
 class CudaTargetPayload:
@@ -132,6 +126,7 @@ class CudaDraftPayload:
     def __init__(self, export: CudaExport, uuid: str) -> None:
         refuse_expandable_segments()
         self.device = device_of(uuid)
+        self._host: torch.Tensor | None = None  # pinned; grows to the largest result
         # The index of the GPU may differ between the two processes.
         arguments = {**dict(export.rebuild), "storage_device": self.device.index}
         with torch.cuda.device(self.device):
@@ -143,11 +138,20 @@ class CudaDraftPayload:
         """Wait until the current stream has written the payload.
 
         The target's stream could wait for the event instead. But a draft whose GPU hangs, or that dies with work
-        queued, would then block the target's stream without a deadline. The draft has its token ids on the host
-        already, so the wait is short.
+        queued, would then block the target's stream without a deadline.
         """
         self._responded.record(torch.cuda.current_stream(self.device))
         self._responded.synchronize()
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> list[npt.NDArray[Any]]:
+        """`publish`, and copy tensors to the host with the same wait."""
+        words = pack_words(tensors)
+        if self._host is None or self._host.numel() < words.numel():
+            self._host = torch.empty(2 * words.numel(), dtype=torch.int32, pin_memory=True)
+        host = self._host[: words.numel()]
+        host.copy_(words, non_blocking=True)
+        self.publish()
+        return unpack_words(host.numpy(), tensors)
 
     def acquire(self) -> None:
         """Order the target's reads of the previous response before later writes of the current stream."""

@@ -6,17 +6,23 @@ diagram of both, is in `engine.draft_buffer.target_endpoint`. Knows nothing of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy.typing as npt
+import torch
 
 from engine.draft.messages import DraftRequest, DraftResponseRow
 from engine.draft_buffer.control_block import DraftBlock
 from engine.draft_buffer.cuda_ipc import CudaDraftPayload
-from engine.draft_buffer.handle import BufferHandle
+from engine.draft_buffer.handle import BufferHandle, CudaExport
 from engine.draft_buffer.layout import PROTOCOL_VERSION, CorruptBlock
-from engine.draft_buffer.payload import HostPayload, Payload, as_features, as_probs, host_bytes
+from engine.draft_buffer.payload import DraftPayload, HostPayload, Views, host_bytes
 from engine.errors import ConfigError, DraftDown, EngineUnavailable
 from engine.ipc.doorbell import DEFAULT_SPIN_S, Doorbell
 from engine.ipc.shared_memory import PeerGone, SharedMemory, join
+
+MapCuda = Callable[[CudaExport, str], DraftPayload]
 
 
 def open_draft_buffer(
@@ -26,6 +32,7 @@ def open_draft_buffer(
     gpu_uuid: str | None,
     timeout_s: float = 30.0,
     spin_s: float = DEFAULT_SPIN_S,
+    map_cuda: MapCuda = CudaDraftPayload,
 ) -> DraftEndpoint:
     """Map the buffer of a target.
 
@@ -35,6 +42,7 @@ def open_draft_buffer(
         gpu_uuid: UUID of the GPU of this process; None on the CPU.
         timeout_s: seconds to wait for the target.
         spin_s: seconds that a wait spins before it sleeps.
+        map_cuda: maps the target's GPU memory, given its export and the UUID of the GPU.
 
     Raises:
         ConfigError: the buffer is on another node or GPU, or has another version or shape.
@@ -54,39 +62,61 @@ def open_draft_buffer(
         memory, connection = join(handle.rendezvous, version=PROTOCOL_VERSION, timeout_s=timeout_s)
     except PeerGone as error:
         raise EngineUnavailable(f"target of draft buffer: {error}") from None
-    return DraftEndpoint(handle, memory, Doorbell(connection, spin_s=spin_s))
+    return DraftEndpoint(handle, memory, Doorbell(connection, spin_s=spin_s), map_cuda)
 
 
 class DraftEndpoint:
     """The draft's endpoint, made by `open_draft_buffer`. Only one thread may use it."""
 
-    def __init__(self, handle: BufferHandle, memory: SharedMemory, doorbell: Doorbell) -> None:
+    def __init__(
+        self, handle: BufferHandle, memory: SharedMemory, doorbell: Doorbell, map_cuda: MapCuda = CudaDraftPayload
+    ) -> None:
         self.spec = handle.spec
         self.epoch = handle.epoch
         self._memory = memory
         self._doorbell = doorbell
         self._request: DraftRequest | None = None
         self._seq = 0
-        self._cuda: CudaDraftPayload | None = None
+        self._is_published = False
+        self.on_device = handle.cuda is not None
+        """Whether the payload is in GPU memory, so that the target's host does not see drafted tokens."""
+        self._payload: DraftPayload | None = None
         try:
             self._block = DraftBlock(memory.buffer, handle.spec, handle.epoch)
             self._block.check_fixed()
             if handle.cuda is not None and handle.gpu_uuid is not None:
-                self._cuda = CudaDraftPayload(handle.cuda, handle.gpu_uuid)
-            self._payload: Payload = self._cuda or HostPayload(memory, handle.spec)
+                self._payload = map_cuda(handle.cuda, handle.gpu_uuid)
+            else:
+                self._payload = HostPayload(memory, handle.spec)
+            self.views = Views.of(self._payload.memory, handle.spec)
+            """The payload. Used between `wait` and `respond`, on the current CUDA stream."""
         except CorruptBlock as error:
             self.close()
             raise ConfigError(f"draft buffer: {error}") from None
         except BaseException:
             self.close()
             raise
-        self.probs = as_probs(self._payload.memory, handle.spec)
-        """[max_rows, max_k, draft_vocab] float32. Written between `wait` and `respond`, on the current CUDA stream."""
-        self.features = as_features(self._payload.memory, handle.spec)
-        """[feature_rows, feature_width] or None. Read between `wait` and `respond`, on the current CUDA stream."""
         self._block.beat()
         self._block.mark_opened()
         self._ring()
+
+    @property
+    def probs(self) -> torch.Tensor:
+        """[max_rows, max_k, draft_vocab] float32, see `views`."""
+        return self.views.probs
+
+    @property
+    def features(self) -> torch.Tensor | None:
+        """[feature_rows, feature_width] or None, see `views`."""
+        return self.views.features
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> list[npt.NDArray[Any]]:
+        """Publish what was written to the payload, and copy int32, int64 and float32 tensors to the host. One wait.
+
+        Nothing may be written to the payload between this and `respond`.
+        """
+        self._is_published = True
+        return self._mapped.read(tensors)
 
     def wait(self, timeout_s: float) -> DraftRequest | None:
         """The next draft request; None if none comes within `timeout_s` seconds.
@@ -107,7 +137,8 @@ class DraftEndpoint:
         except CorruptBlock as error:
             raise DraftDown(f"draft request {seq + 1} of epoch {self.epoch} is corrupt: {error}") from None
         self._seq = seq + 1
-        self._payload.acquire()
+        self._mapped.acquire()
+        self._is_published = False
         return self._request
 
     def respond(self, rows: Sequence[DraftResponseRow], *, draft_s: float) -> None:
@@ -123,7 +154,8 @@ class DraftEndpoint:
         """
         if self._request is None:
             raise ValueError("draft response: there is no draft request to respond to")
-        self._payload.publish()
+        if not self._is_published:
+            self._mapped.publish()
         self._block.beat()
         self._block.write_response(self._request, rows, draft_s)
         self._request = None
@@ -134,13 +166,19 @@ class DraftEndpoint:
         self._block.beat()
 
     def close(self) -> None:
-        """Unmap the buffer. Idempotent. Views of `probs` must be gone."""
+        """Unmap the buffer. Idempotent. Views of the payload must be gone."""
         self._doorbell.close()
         self._memory.close()
-        if self._cuda is not None:
-            del self.probs, self.features, self._payload
-            self._cuda.close()
-            self._cuda = None
+        payload, self._payload = self._payload, None
+        if payload is not None:
+            vars(self).pop("views", None)
+            payload.close()
+
+    @property
+    def _mapped(self) -> DraftPayload:
+        if self._payload is None:
+            raise EngineUnavailable("the draft's endpoint is closed")
+        return self._payload
 
     def _ring(self) -> None:
         try:

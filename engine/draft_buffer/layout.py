@@ -9,6 +9,8 @@ Owns the words, the records, the arrays behind them, and their bounds checks. Re
             40 .. 47   response: epoch, counts, seconds   48  response seq  written by the draft, seq last
     arrays             request rows, new tokens, released, options, feature rows
                        response rows, token ids, confidences
+
+    payload            probs, drafted token ids, confidences, new tokens, features; in GPU memory with CUDA IPC
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import mmap
 from dataclasses import dataclass, fields
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +26,7 @@ import numpy.typing as npt
 from engine.draft.messages import MAX_OPTIONS
 from engine.errors import ConfigError
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 NUM_WORDS = 64
 
@@ -33,6 +35,9 @@ _MAGIC = int.from_bytes(b"pacedraf", "little")
 _ALIGN = 64
 
 _T = TypeVar("_T")
+
+Section = Literal["probs", "token_ids", "confidences", "new_tokens", "features"]
+"""Parts of the payload, in memory order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +91,26 @@ class BufferSpec:
         """Bytes of the probabilities, float32 [max_rows, max_k, draft_vocab]."""
         return 4 * self.max_rows * self.max_k * self.draft_vocab
 
-    @property
-    def features_offset(self) -> int:
-        """Byte offset of the features in the payload."""
-        return -(-self.probs_bytes // _ALIGN) * _ALIGN
+    def section(self, name: Section) -> tuple[int, int]:
+        """Byte offset and size of a section of the payload. Sections start on cache lines."""
+        sizes: dict[Section, int] = {
+            "probs": self.probs_bytes,
+            "token_ids": 4 * self.max_rows * self.max_k,
+            "confidences": 4 * self.max_rows * self.max_k,
+            "new_tokens": 4 * self.max_request_tokens,
+            "features": self.feature_rows * self.feature_width * self.feature_itemsize,
+        }
+        start = 0
+        for each, size in sizes.items():
+            if each == name:
+                break
+            start = -(-(start + size) // _ALIGN) * _ALIGN
+        return start, sizes[name]
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the probabilities and of the features [feature_rows, feature_width]."""
-        if self.feature_rows == 0:
-            return self.probs_bytes
-        return self.features_offset + self.feature_rows * self.feature_width * self.feature_itemsize
+        """Bytes of all sections of the payload."""
+        return sum(self.section("features"))
 
 
 class Word:
@@ -137,7 +151,15 @@ _REQUEST_ROW = np.dtype(
     ]
 )
 
-_RESPONSE_ROW = np.dtype([("num_tokens", "<i4"), ("num_confidences", "<i4"), ("has_probs", "<i4"), ("reason", "<i4")])
+_RESPONSE_ROW = np.dtype(
+    [
+        ("num_tokens", "<i4"),
+        ("num_confidences", "<i4"),
+        ("has_probs", "<i4"),
+        ("reason", "<i4"),
+        ("num_on_device", "<i4"),
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,22 @@
-"""The payload of a draft buffer: the draft's probabilities and, for a draft that reads them, the target's features.
+"""The payload of a draft buffer: drafted tokens, confidences and probabilities, and committed tokens and features.
 
-One process writes it and the other one reads it in place. Owns the size of the host memory, and the payload in host
-memory. The payload in GPU memory is in `engine.draft_buffer.cuda_ipc`. Knows nothing of draft requests, responses or
-waiting.
+One process writes each of them and the other one reads it in place. Owns the size of the host memory, and the payload
+in host memory. The payload in GPU memory is in `engine.draft_buffer.cuda_ipc`. Knows nothing of draft requests,
+responses or waiting.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+import numpy.typing as npt
 import torch
 
-from engine.draft_buffer.layout import BufferSpec, block_bytes
+from engine.draft_buffer.layout import BufferSpec, Section, block_bytes
 from engine.ipc.shared_memory import SharedMemory
+from engine.sampling.staging import to_host
 
 FEATURE_DTYPES = {2: torch.bfloat16, 4: torch.float32}
 """Feature dtype by bytes per number."""
@@ -36,6 +40,18 @@ class Payload(Protocol):
         ...
 
 
+class DraftPayload(Payload, Protocol):
+    """The draft's mapping of a payload."""
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> list[npt.NDArray[Any]]:
+        """`publish`, and copy int32, int64 and float32 tensors to the host. The host waits once."""
+        ...
+
+    def close(self) -> None:
+        """Unmap the memory. Views of it must be gone."""
+        ...
+
+
 class HostPayload:
     """A payload in shared host memory. The sequence words of the control block order all work on it."""
 
@@ -50,6 +66,12 @@ class HostPayload:
     def acquire(self) -> None:
         """Does nothing: the payload is read after the sequence word."""
 
+    def read(self, tensors: Sequence[torch.Tensor]) -> list[npt.NDArray[Any]]:
+        return to_host(tensors)
+
+    def close(self) -> None:
+        """Does nothing: the memory belongs to the endpoint."""
+
 
 def _payload_offset(spec: BufferSpec) -> int:
     return -(-block_bytes(spec) // _PAGE) * _PAGE
@@ -60,15 +82,38 @@ def host_bytes(spec: BufferSpec, *, on_gpu: bool) -> int:
     return _payload_offset(spec) + (0 if on_gpu else spec.payload_bytes)
 
 
-def as_probs(memory: torch.Tensor, spec: BufferSpec) -> torch.Tensor:
-    """The probabilities in a payload, [max_rows, max_k, draft_vocab] float32."""
-    flat = memory[: spec.probs_bytes].view(torch.float32)
-    return flat.view(spec.max_rows, spec.max_k, spec.draft_vocab)
+@dataclass(frozen=True, slots=True)
+class Views:
+    """The sections of a payload as tensors on its device."""
 
+    probs: torch.Tensor
+    """[max_rows, max_k, draft_vocab] float32, written by the draft."""
+    token_ids: torch.Tensor
+    """[max_rows, max_k] int32 drafted target token ids, written by the draft."""
+    confidences: torch.Tensor
+    """[max_rows, max_k] float32 their confidences, written by the draft."""
+    new_tokens: torch.Tensor
+    """[max_request_tokens] int32 committed tokens of the draft request, row after row, written by the target."""
+    features: torch.Tensor | None
+    """[feature_rows, feature_width] bfloat16 or float32, written by the target; None where the draft reads none."""
 
-def as_features(memory: torch.Tensor, spec: BufferSpec) -> torch.Tensor | None:
-    """The features in a payload, [feature_rows, feature_width] bfloat16 or float32; None where it has none."""
-    if spec.feature_rows == 0:
-        return None
-    flat = memory[spec.features_offset : spec.payload_bytes]
-    return flat.view(FEATURE_DTYPES[spec.feature_itemsize]).view(spec.feature_rows, spec.feature_width)
+    @classmethod
+    def of(cls, memory: torch.Tensor, spec: BufferSpec) -> Views:
+        """The sections in `memory`, [payload_bytes] uint8."""
+
+        def part(name: Section, dtype: torch.dtype) -> torch.Tensor:
+            start, size = spec.section(name)
+            return memory[start : start + size].view(dtype)
+
+        drafted = (spec.max_rows, spec.max_k)
+        features = None
+        if spec.feature_rows > 0:
+            kind = FEATURE_DTYPES[spec.feature_itemsize]
+            features = part("features", kind).view(spec.feature_rows, spec.feature_width)
+        return cls(
+            probs=part("probs", torch.float32).view(*drafted, spec.draft_vocab),
+            token_ids=part("token_ids", torch.int32).view(drafted),
+            confidences=part("confidences", torch.float32).view(drafted),
+            new_tokens=part("new_tokens", torch.int32),
+            features=features,
+        )

@@ -1,9 +1,10 @@
 """The draft buffer: in every step rank 0 of the target sends a draft request and gets tokens and probabilities back.
 
 Owns the target's endpoint, the protocol (request, doorbell, response, doorbell), its deadlines and epochs, and the
-choice of transport. Probabilities and features are in shared host memory, or in one GPU allocation that both processes
-share through CUDA IPC. Requests, token ids and confidences are in host memory either way. The target writes features
-between two requests. Knows no Ray: `BufferHandle` is the only object that crosses by other means.
+choice of transport. Committed tokens, drafted tokens, confidences, probabilities and features are in shared host
+memory, or in one GPU allocation that both processes share through CUDA IPC. Over CUDA IPC the target's host sees how
+many tokens were drafted, and which ones only where a request's options need them. The target writes features between
+two requests. Knows no Ray: `BufferHandle` is the only object that crosses by other means.
 
     target   create -> handle() ... wait_open | ask: write request, ring, wait            | read response, probs
     draft                open(handle)         | wait | compute, write probs and response, ring
@@ -16,18 +17,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
 
+import numpy as np
 import torch
 
+from engine.core.step import DeviceDrafts
 from engine.draft.messages import DraftRequestRow, DraftResponse
 from engine.draft_buffer.control_block import DraftBlock
 from engine.draft_buffer.cuda_ipc import CudaBlock, CudaTargetPayload, gpu_uuid
 from engine.draft_buffer.draft_endpoint import DraftEndpoint, open_draft_buffer
 from engine.draft_buffer.handle import BufferHandle
 from engine.draft_buffer.layout import PROTOCOL_VERSION, BufferSpec, CorruptBlock
-from engine.draft_buffer.payload import HostPayload, Payload, as_features, as_probs, host_bytes
+from engine.draft_buffer.payload import HostPayload, Payload, Views, host_bytes
 from engine.errors import ConfigError, DraftDown
 from engine.ipc.doorbell import DEFAULT_SPIN_S, Doorbell
 from engine.ipc.shared_memory import Host, PeerGone, SharedMemory
+from engine.sampling.staging import to_device
 
 __all__ = ["BufferHandle", "DraftEndpoint", "TargetEndpoint", "create_draft_buffer", "gpu_uuid", "open_draft_buffer"]
 
@@ -70,11 +74,8 @@ class TargetEndpoint:
         self._block.initialize()
         self._cuda: CudaTargetPayload | None = block.payload() if block is not None else None
         self._payload: Payload = self._cuda or HostPayload(self._memory, spec)
-        self.probs = as_probs(self._payload.memory, spec)
-        """[max_rows, max_k, draft_vocab] float32 on the target's device. Rows of a response are valid until the next
-        `ask`."""
-        self.features = as_features(self._payload.memory, spec)
-        """[feature_rows, feature_width] on the target's device, or None. The target writes them, never during `ask`."""
+        self.views = Views.of(self._payload.memory, spec)
+        """The payload. What the draft wrote is valid until the next `ask`; the target never writes during `ask`."""
         self._host = Host(self._memory, version=PROTOCOL_VERSION, epoch=epoch, num_peers=1)
         self._doorbell: Doorbell | None = None
         self._seq = 0
@@ -92,6 +93,23 @@ class TargetEndpoint:
             rendezvous=self._host.rendezvous(0),
             cuda=cuda.export if cuda else None,
         )
+
+    @property
+    def probs(self) -> torch.Tensor:
+        """[max_rows, max_k, draft_vocab] float32 on the target's device, valid until the next `ask`."""
+        return self.views.probs
+
+    @property
+    def features(self) -> torch.Tensor | None:
+        """[feature_rows, feature_width] on the target's device, or None."""
+        return self.views.features
+
+    def drafted(self, num_rows: int) -> DeviceDrafts:
+        """The drafts of the latest response, on the target's device. The ids are a copy of what the draft wrote, within
+        the vocabulary, because an id beyond it would end the process when it is embedded."""
+        views = self.views
+        token_ids = views.token_ids[:num_rows].long().clamp_(0, self.spec.vocab - 1)
+        return DeviceDrafts(token_ids, views.confidences[:num_rows], views.probs[:num_rows])
 
     @property
     def is_open(self) -> bool:
@@ -140,8 +158,7 @@ class TargetEndpoint:
         self._connect(deadline_s)
         block, seq = self._block, self._seq + 1
         try:
-            self._payload.publish()
-            block.write_request(seq, rows, released)
+            block.write_request(seq, rows, released, publish=lambda: self._publish(rows))
             self._seq = seq
             self._bell.ring()
             if not self._bell.wait(lambda: block.response_seq != seq - 1, timeout_s=deadline_s):
@@ -154,6 +171,14 @@ class TargetEndpoint:
             self._fail(f"left the buffer corrupt: {error}")
         self._payload.acquire()
         return replace(response, handoff_s=max(time.monotonic() - start - response.draft_s, 0.0))
+
+    def _publish(self, rows: Sequence[DraftRequestRow]) -> None:
+        """Put the committed tokens of a request where the draft's forward reads them, and publish the payload."""
+        tokens = np.array([token for row in rows for token in row.new_tokens], dtype=np.int32)
+        if self._cuda is not None and len(tokens) > 0:  # On a CPU the draft takes them from the message.
+            (staged,) = to_device([tokens], self.views.new_tokens.device)
+            self.views.new_tokens[: len(tokens)].copy_(staged)
+        self._payload.publish()
 
     def renew(self, *, epoch: int) -> TargetEndpoint:
         """Close this endpoint and create one for the next draft in the same GPU memory.
@@ -169,17 +194,11 @@ class TargetEndpoint:
         )
 
     def close(self) -> None:
-        """Close the endpoint; the draft notices at once. Idempotent. The device memory stays for `renew`."""
-        self._close_host_side()
+        """Close the endpoint; the draft notices at once. Idempotent.
 
-    def free(self) -> None:
-        """Close, and free the device memory. Every draft that mapped it must be dead: a hung one can still write."""
-        self.close()
-        if self._cuda_block is not None:
-            del self.probs, self.features, self._payload
-            self._cuda = None
-            self._cuda_block.close()
-            self._cuda_block = None
+        Device memory stays until the process ends, because a hung draft can still write to it.
+        """
+        self._close_host_side()
 
     def _close_host_side(self) -> None:
         self._down = self._down or f"draft buffer of epoch {self.epoch} is closed"

@@ -3,7 +3,7 @@
 Owns the layout. Knows neither processes nor waiting (`engine.ipc.forward_broadcast`).
 
     words    0 .. 7 magic, version, capacities | 16 sent | 24, 32, ... read, one cache line per receiver
-    slots    [num_slots] of: 8 words (seq, kind, step id, counts), then the arrays as int32, one after the other
+    slots    [num_slots] of: 8 words (seq, kind, step id, 4 counts, tokens from rank 0), then the arrays as int32
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from engine.core.step import ForwardInput
 from engine.errors import ConfigError, ShardDown
 
-RING_VERSION = 1
+RING_VERSION = 2
 _MAGIC = int.from_bytes(b"paceplan", "little")
 _SENT, _READ, _LINE = 16, 24, 8
 _KIND_FORWARD, _KIND_END = 1, 2
@@ -142,6 +142,7 @@ class ForwardRing:
         words[1], words[2] = _KIND_END if forward_input is None else _KIND_FORWARD, step_id
         for word, count in enumerate(counts, start=3):
             words[word] = count
+        words[7] = int(forward_input is not None and forward_input.tokens_from_rank_0)
         words[0] = seq
         # The sequence number is stored last, as one aligned 8-byte store, so that a receiver that sees it also sees the
         # slot (see `draft_buffer.control_block`).
@@ -157,7 +158,7 @@ class ForwardRing:
             ShardDown: the slot is corrupt, or belongs to another sequence number or ring.
         """
         index = seq % self._spec.num_slots
-        found, kind, step_id, num_spans, width, num_rows, num_logits, _ = self._slot_words[index].tolist()
+        found, kind, step_id, num_spans, width, num_rows, num_logits, from_rank_0 = self._slot_words[index].tolist()
         if not self.has_expected_header() or found != seq or kind not in (_KIND_FORWARD, _KIND_END):
             raise ShardDown(f"forward input {seq} is corrupt: its slot has number {found}, kind {kind}")
         if kind == _KIND_END:
@@ -171,7 +172,11 @@ class ForwardRing:
         values = self._values[index][: sum(sizes)].copy()
         parts = np.split(values, np.cumsum(sizes)[:-1])
         parts[5] = parts[5].reshape(num_spans, width)
-        return step_id, ForwardInput(*parts)
+        token_ids, positions, slots, q_lens, kv_lens, block_tables, logit_rows = parts
+        return step_id, ForwardInput(
+            *(token_ids, positions, slots, q_lens, kv_lens, block_tables, logit_rows),
+            tokens_from_rank_0=bool(from_rank_0),
+        )
 
 
 def _header_bytes(num_receivers: int) -> int:

@@ -2,8 +2,7 @@
 
 Owns spans of few rows. All query heads of a KV head and all rows of a span share one program, so K and V are read once
 for them. The KV length is split over programs, whose results a second kernel combines (Flash-Decoding: Dao et al.
-2023). A row sees the context and, among the rows of its own span, those before it (a chain) or those that its row of a
-tree mask allows.
+2023). A row sees the context and, among the rows of its own span, those before it.
 
     program (span s, KV head g, split i)   [rows x heads of g] @ K of split i -> partial sum, maximum, denominator
     program (row n, query head h)          partial results of all splits      -> output
@@ -20,8 +19,6 @@ import triton.language as tl
 
 KEYS = 64
 """Keys of one step of a program; divides the block size of the cache."""
-TREE_KEYS = 32
-"""The same with a tree mask, which needs registers of its own."""
 MAX_PACKED = 128
 """Most rows x heads of one program."""
 TOKENS_PER_SPLIT = 512
@@ -35,14 +32,12 @@ def attend_split_kernel(
     cu_q,
     kv_lens,
     tables,
-    tree,
     partial,
     maxima,
     sums,
     scale,
     query_stride,
     table_width,
-    tree_width,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -50,7 +45,6 @@ def attend_split_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
-    HAS_TREE: tl.constexpr,
 ):
     """One span, one KV head and one split of the KV length."""
     span = tl.program_id(0)
@@ -65,7 +59,6 @@ def attend_split_kernel(
     real = row < q_len
     column = tl.arange(0, DIM)
     query += first.to(tl.int64) * query_stride
-    tree += first.to(tl.int64) * tree_width
     q = tl.load(
         query + row[:, None] * query_stride + head[:, None] * DIM + column[None, :], mask=real[:, None], other=0.0
     )
@@ -85,12 +78,7 @@ def attend_split_kernel(
         k = tl.load(keys + base + place, mask=inside[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         own = position - (kv_len - q_len)
-        if HAS_TREE:
-            among = (own >= 0)[None, :] & real[:, None]
-            branch = tl.load(tree + row[:, None] * tree_width + own[None, :], mask=among & inside[None, :], other=0)
-            seen = (own < 0)[None, :] | (branch != 0)
-        else:
-            seen = own[None, :] <= row[:, None]
+        seen = own[None, :] <= row[:, None]
         scores = tl.where(seen & inside[None, :] & real[:, None], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, axis=1))
         finite = tl.where(higher == float("-inf"), 0.0, higher)  # A row may see no key of this split.
@@ -134,7 +122,6 @@ def paged_attention(
     cu_q: torch.Tensor,
     kv_lens: torch.Tensor,
     block_tables: torch.Tensor,
-    tree: torch.Tensor | None,
     max_q: int,
     max_kv: int,
 ) -> torch.Tensor:
@@ -146,7 +133,6 @@ def paged_attention(
         cu_q: [S + 1] int32 cumulative rows.
         kv_lens: [S] int32 KV length of each span, its rows included.
         block_tables: [S, W] int32.
-        tree: [N, max_q] bool: whether row n sees row j of its own span; None for chains.
         max_q: most rows of a span; max_q * H / G is at most 128.
         max_kv: largest KV length.
 
@@ -173,22 +159,19 @@ def paged_attention(
         cu_q,
         kv_lens,
         block_tables,
-        cu_q if tree is None else tree,
         partial,
         maxima,
         sums,
         dim**-0.5,
         query.stride(0),
         block_tables.shape[1],
-        0 if tree is None else tree.shape[1],
         GROUP=group,
         KV_HEADS=kv_heads,
         DIM=dim,
         PAGE=keys.shape[1],
         ROWS=packed,
-        BLOCK=KEYS if tree is None else TREE_KEYS,
+        BLOCK=KEYS,
         SPLITS=splits,
-        HAS_TREE=tree is not None,
         num_warps=num_warps(packed),
     )
     combine_kernel[(num_rows * num_heads,)](
@@ -205,11 +188,10 @@ def _(
     cu_q: torch.Tensor,
     kv_lens: torch.Tensor,
     block_tables: torch.Tensor,
-    tree: torch.Tensor | None,
     max_q: int,
     max_kv: int,
 ) -> torch.Tensor:
-    del keys, values, cu_q, kv_lens, block_tables, tree, max_q, max_kv
+    del keys, values, cu_q, kv_lens, block_tables, max_q, max_kv
     return query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
 
 
@@ -220,7 +202,6 @@ def paged_attention_reference(
     cu_q: torch.Tensor,
     kv_lens: torch.Tensor,
     block_tables: torch.Tensor,
-    tree: torch.Tensor | None,
     max_q: int,
     max_kv: int,
 ) -> torch.Tensor:
@@ -234,7 +215,7 @@ def paged_attention_reference(
         blocks = table[: -(-kv_len // keys.shape[1])]
         k, v = (cache[blocks].flatten(0, 1)[:kv_len].float().repeat_interleave(group, 1) for cache in (keys, values))
         seen = torch.ones(q_len, kv_len, dtype=torch.bool, device=query.device)
-        seen[:, context:] = seen[:, context:].tril() if tree is None else tree[first:last, :q_len]
+        seen[:, context:] = seen[:, context:].tril()
         scores = torch.einsum("qhd,khd->hqk", query[first:last].float(), k) * query.shape[2] ** -0.5
         probs = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         out[first:last] = torch.einsum("hqk,khd->qhd", probs, v).to(out.dtype)

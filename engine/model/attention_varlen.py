@@ -16,8 +16,8 @@ from engine.sampling.staging import to_device
 
 
 @dataclass(frozen=True, slots=True)
-class _Varlen:
-    """A forward input on the device, in the form of `varlen_attn`. All tensors are int32."""
+class PagedSpans:
+    """The spans of a forward on the device, in the form of `varlen_attn`. All tensors are int32."""
 
     cu_q: torch.Tensor
     """[S + 1] cumulative rows of the spans."""
@@ -56,7 +56,7 @@ class VarlenAttention:
         self._device = device
         self._window = window
 
-    def prepare(self, forward_input: ForwardInput, *, block_size: int) -> _Varlen:
+    def prepare(self, forward_input: ForwardInput, *, block_size: int) -> PagedSpans:
         max_kv = int(forward_input.kv_lens.max())
         cu_q, cu_kv, kv_lens, block_tables = to_device(
             [
@@ -67,7 +67,7 @@ class VarlenAttention:
             ],
             self._device,
         )
-        return _Varlen(
+        return PagedSpans(
             cu_q=cu_q,
             cu_kv=cu_kv,
             kv_lens=kv_lens,
@@ -77,7 +77,7 @@ class VarlenAttention:
         )
 
     def attend(
-        self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, prepared: _Varlen
+        self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, prepared: PagedSpans
     ) -> torch.Tensor:
         out = self._varlen_attn(
             query,
@@ -113,13 +113,13 @@ class TritonAttention(VarlenAttention):
         self._max_q = MAX_PACKED // group_size
 
     def attend(
-        self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, prepared: _Varlen
+        self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, prepared: PagedSpans
     ) -> torch.Tensor:
         if prepared.max_q > self._max_q:
             return super().attend(query, k_cache, v_cache, prepared)
         out: torch.Tensor = self._paged_attention(
             *(query, k_cache, v_cache, prepared.cu_q, prepared.kv_lens, prepared.block_tables),
-            *(None, prepared.max_q, prepared.max_kv),
+            *(prepared.max_q, prepared.max_kv),
         )
         return out
 

@@ -6,7 +6,6 @@ silent peer raises `ShardDown` within a deadline. Knows nothing of models beyond
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from engine.errors import ShardDown
+from engine.sampling.readback import await_event, timed_event
 
 LOOPBACK = "127.0.0.1"
 
@@ -29,6 +29,14 @@ class Collectives(Protocol):
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum over ranks, in place.
+
+        Raises:
+            ShardDown: a peer is dead, or did not respond in time.
+        """
+        ...
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Replace the tensor by that of rank 0, in place.
 
         Raises:
             ShardDown: a peer is dead, or did not respond in time.
@@ -50,6 +58,10 @@ class Collectives(Protocol):
         """
         ...
 
+    def abort(self) -> None:
+        """End the operations in flight, because a peer does not take part. No other operation may follow."""
+        ...
+
     def close(self) -> None:
         """Leave the group."""
         ...
@@ -64,9 +76,15 @@ class Solo:
     def all_reduce(self, tensor: torch.Tensor) -> None:
         pass
 
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        pass
+
     def gather_logits(self, local: torch.Tensor, columns: Sequence[int]) -> torch.Tensor | None:
         del columns
         return local
+
+    def abort(self) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -135,7 +153,12 @@ class Group:
         """
         number = torch.ones(1, device=self._device)
         self.all_reduce(number)
+        self.broadcast(number)
         self.gather_logits(number.view(1, 1), [1] * self.size)
+        if self._device.type == "cuda":
+            event = timed_event()
+            event.record()
+            await_event(event, timeout_s=self._timeout.total_seconds(), abort=self.abort)
         if int(number) != self.size:
             raise ShardDown(f"shard {self.rank} of {self.size}: {int(number)} shards took part in the first sum")
 
@@ -144,6 +167,12 @@ class Group:
         options.timeout = self._timeout
         self._run(lambda: self._backend.allreduce([tensor], options))
 
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = self._timeout
+        self._run(lambda: self._backend.broadcast([tensor], options))
+
     def gather_logits(self, local: torch.Tensor, columns: Sequence[int]) -> torch.Tensor | None:
         padded = F.pad(local, (0, max(columns) - local.shape[1])).contiguous()
         parts = [torch.empty_like(padded) for _ in columns] if self.rank == 0 else []
@@ -151,33 +180,23 @@ class Group:
         options.rootRank = 0
         options.timeout = self._timeout
         self._run(lambda: self._backend.gather([parts] if parts else [], [padded], options))
-        self._await_device()
         if self.rank != 0:
             return None
         return torch.cat([part[:, :width] for part, width in zip(parts, columns, strict=True)], dim=1)
+
+    def abort(self) -> None:
+        self._backend.abort()
 
     def close(self) -> None:
         self._backend.shutdown()
 
     def _run(self, start: Callable[[], Any]) -> None:
-        """Start an operation. With gloo the host waits for it; with NCCL only the stream does."""
+        """Start an operation. With gloo the host waits for it. With NCCL only the stream does; whoever waits for the
+        stream notices a hung peer (`engine.sampling.readback`)."""
         try:
             start().wait()
         except RuntimeError as error:
             raise ShardDown(f"shard {self.rank} of {self.size}: a peer is gone or hung: {error}") from None
-
-    def _await_device(self) -> None:
-        """On a GPU, wait for all queued work: only this detects a hung peer."""
-        if self._device.type != "cuda":
-            return
-        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        while not event.query():
-            if time.monotonic() > deadline:
-                self._backend.abort()
-                raise ShardDown(f"shard {self.rank} of {self.size}: a peer did not respond within {self._timeout}")
-            time.sleep(0)
 
 
 def open_store(address: str = LOOPBACK, port: int = 0, *, size: int, master: bool, timeout_s: float = 30.0) -> TCPStore:

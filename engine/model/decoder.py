@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -99,6 +100,17 @@ class DecoderWeights:
     """[draft_vocab_size] int64 target token id of each logit column; None when column i is token i."""
 
 
+def with_device_tokens(token_ids: torch.Tensor, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Token ids of rows, some of which are in device memory.
+
+    Args:
+        token_ids: [N] int64, used where `places` is negative.
+        ids: [M] int64 ids in device memory.
+        places: [N] int64 index into `ids`.
+    """
+    return torch.where(places >= 0, ids[places.clamp(min=0)], token_ids)
+
+
 class Decoder:
     """One shard of a model. `engine.model.load.load_model` makes it.
 
@@ -166,7 +178,10 @@ class Decoder:
         Raises:
             ShardDown: another shard is gone or hung.
         """
-        inputs = self._inputs(forward_input, block_size=caches[0].keys.shape[1])
+        return self.compute(self._inputs(forward_input, block_size=caches[0].keys.shape[1]), caches, embedded)
+
+    def compute(self, inputs: Inputs, caches: list[LayerCache], embedded: torch.Tensor | None = None) -> ForwardResult:
+        """`forward` with inputs that are on the device already. Neither reads nor copies from the host."""
         hidden = self._embed(inputs.token_ids) if embedded is None else embedded
         rotation = self._rope.at(inputs.positions)
         local = rotation if self._local_rope is None else self._local_rope.at(inputs.positions)
@@ -186,10 +201,22 @@ class Decoder:
         hidden = F.embedding(token_ids, self._weights.embedding)
         return hidden if self.config.embedding_scale == 1.0 else hidden * self._embedding_scale
 
+    def share_tokens(self, token_ids: torch.Tensor) -> None:
+        """Give every shard the token ids of rank 0, in place."""
+        self._collectives.broadcast(token_ids)
+
     def _inputs(self, forward_input: ForwardInput, *, block_size: int) -> Inputs:
         source = forward_input
-        arrays = (source.token_ids, source.positions, source.slots, source.logit_rows)
-        token_ids, positions, slots, logit_rows = to_device([array.astype(np.int64) for array in arrays], self.device)
+        known = source.device_tokens
+        arrays: list[npt.NDArray[Any]] = [source.token_ids, source.positions, source.slots, source.logit_rows]
+        arrays += [known.places] if known is not None else []
+        token_ids, positions, slots, logit_rows, *places = to_device(
+            [array.astype(np.int64, copy=False) for array in arrays], self.device
+        )
+        if known is not None:
+            token_ids = with_device_tokens(token_ids, known.ids, places[0])
+        if source.tokens_from_rank_0:
+            self.share_tokens(token_ids)
         return Inputs(
             token_ids=token_ids,
             positions=positions,

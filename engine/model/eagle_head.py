@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from engine.core.step import ForwardInput, ForwardResult
-from engine.model.decoder import Decoder, LayerCache
+from engine.core.step import ForwardResult
+from engine.model.decoder import Decoder, Inputs, LayerCache
 from engine.model.layers import Linear, RmsNorm
 
 
@@ -139,13 +139,11 @@ class Eagle3Decoder(Decoder):
     The first layer's `input_norm` is the head's `hidden_norm`, and its `qkv` reads 2 H numbers per row.
     """
 
-    def forward(
-        self, forward_input: ForwardInput, caches: list[LayerCache], embedded: torch.Tensor | None = None
-    ) -> ForwardResult:
-        """As `Decoder.forward`.
+    def compute(self, inputs: Inputs, caches: list[LayerCache], embedded: torch.Tensor | None = None) -> ForwardResult:
+        """As `Decoder.compute`.
 
         Args:
-            forward_input: N rows.
+            inputs: N rows.
             caches: KV cache of each layer.
             embedded: [N, 2 H], the normed token beside the hidden state.
 
@@ -154,7 +152,6 @@ class Eagle3Decoder(Decoder):
         """
         if embedded is None:
             raise ValueError("embedded: an EAGLE-3 head has no input without it")
-        inputs = self._inputs(forward_input, block_size=caches[0].keys.shape[1])
         rotation = self._rope.at(inputs.positions)
         tokens, hidden = embedded.chunk(2, dim=1)
         features = []

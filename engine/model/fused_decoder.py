@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from engine.core.step import ForwardInput, ForwardResult
+from engine.core.step import ForwardResult
 from engine.kernels.elementwise import add_rms_norm, silu_mul
 from engine.kernels.rope_cache import rope_cache
 from engine.model.decoder import Decoder, Inputs, Layer, LayerCache, dense_mlp
@@ -19,11 +19,8 @@ from engine.model.rope import Rotation
 class FusedDecoder(Decoder):
     """One shard of a model on a GPU. Same arguments and results as `Decoder`."""
 
-    def forward(
-        self, forward_input: ForwardInput, caches: list[LayerCache], embedded: torch.Tensor | None = None
-    ) -> ForwardResult:
-        """As `Decoder.forward`."""
-        inputs = self._inputs(forward_input, block_size=caches[0].keys.shape[1])
+    def compute(self, inputs: Inputs, caches: list[LayerCache], embedded: torch.Tensor | None = None) -> ForwardResult:
+        """As `Decoder.compute`."""
         layers, eps = self._weights.layers, self.config.rms_norm_eps
         hidden = F.embedding(inputs.token_ids, self._weights.embedding) if embedded is None else embedded.clone()
         rotation = self._rope.at(inputs.positions)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
+import numpy.typing as npt
 import xgrammar
 
 from engine.errors import InvalidRequest
@@ -250,15 +250,15 @@ class Matcher:
         else:
             self._matcher.rollback(1)
 
-    def fill(self, mask: torch.Tensor, row: int, *, forbid_stop: bool) -> None:
+    def fill(self, mask: npt.NDArray[np.int32], row: int, *, forbid_stop: bool) -> None:
         """Write the mask of the tokens allowed next.
 
         Args:
-            mask: [rows, num_words] int32 on the CPU, one bit per token.
+            mask: [rows, num_words] int32, one bit per token.
             row: row of the mask to write.
             forbid_stop: allow no stop token, unless no other token is allowed.
         """
-        words = mask[row].numpy().view(np.uint32)
+        words = mask[row].view(np.uint32)
         words[:] = 0
         if not self._ended:
             self._matcher.fill_next_token_bitmask(mask, row)

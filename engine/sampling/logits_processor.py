@@ -51,6 +51,10 @@ class LogitsProcessor:
         """Whether fewer than min_tokens tokens have been generated, so that no stop token is allowed."""
         return len(self._tokens) - self.options.num_prompt < self.options.min_tokens
 
+    def forbids_stop_after(self, num_drafted: int) -> bool:
+        """`forbids_stop` after as many further tokens, whatever they are."""
+        return len(self._tokens) + num_drafted - self.options.num_prompt < self.options.min_tokens
+
     @property
     def has_ended(self) -> bool:
         """Whether a stop token has ended the text of the grammar."""
@@ -123,7 +127,7 @@ class BatchLogitsProcessor:
         self._columns = columns
         self._edits: list[tuple[int, LogitEdits]] = []
         self._forbidden: list[tuple[int, tuple[int, ...]]] = []
-        self._masked: list[tuple[int, torch.Tensor]] = []
+        self._masked: list[tuple[int, npt.NDArray[np.int32]]] = []
 
     @property
     def can_exclude_all(self) -> bool:
@@ -136,10 +140,19 @@ class BatchLogitsProcessor:
         if edits is not None:
             self._edits.append((row, edits))
         if logits_processor.matcher is not None:
-            mask = torch.empty(1, logits_processor.matcher.num_words, dtype=torch.int32)
+            mask = np.empty((1, logits_processor.matcher.num_words), dtype=np.int32)
             logits_processor.matcher.fill(mask, 0, forbid_stop=logits_processor.forbids_stop)
             self._masked.append((row, mask))
         elif logits_processor.forbids_stop:
+            self._forbidden.append((row, logits_processor.stop_token_ids))
+
+    def add_ahead(self, row: int, logits_processor: LogitsProcessor, num_drafted: int) -> None:
+        """Apply to row `row` what is known before `num_drafted` further tokens are: bias, the penalties of the tokens
+        so far and min_tokens, but no grammar."""
+        edits = logits_processor.edits()
+        if edits is not None:
+            self._edits.append((row, edits))
+        if logits_processor.forbids_stop_after(num_drafted):
             self._forbidden.append((row, logits_processor.stop_token_ids))
 
     def apply(self, logits: torch.Tensor) -> None:
@@ -194,13 +207,15 @@ class BatchLogitsProcessor:
 
     def _apply_masks(self, logits: torch.Tensor) -> None:
         rows = [row for row, _ in self._masked]
-        masks = torch.cat([mask for _, mask in self._masked])
+        masks = np.concatenate([mask for _, mask in self._masked])
         if self._columns is None and logits.device.type == "cpu":
-            all_masks = torch.full((len(logits), masks.shape[1]), -1, dtype=torch.int32)
+            all_masks = np.full((len(logits), masks.shape[1]), -1, dtype=np.int32)
             all_masks[rows] = masks
-            xgrammar.apply_token_bitmask_inplace(logits, all_masks, vocab_size=logits.shape[-1], indices=rows)
+            xgrammar.apply_token_bitmask_inplace(
+                logits, torch.from_numpy(all_masks), vocab_size=logits.shape[-1], indices=rows
+            )
             return
-        index, words = to_device([np.array(rows, dtype=np.int64), masks.numpy()], logits.device)
+        index, words = to_device([np.array(rows, dtype=np.int64), masks], logits.device)
         bits = (words.unsqueeze(-1) >> torch.arange(32, device=logits.device)) & 1
         allowed = bits.flatten(1).bool()
         allowed = allowed[:, : logits.shape[-1]] if self._columns is None else allowed[:, self._columns.vocab]

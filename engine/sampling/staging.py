@@ -14,13 +14,14 @@ import numpy.typing as npt
 import torch
 
 _ALIGN = 8
-_DTYPES: dict[str, torch.dtype] = {
+DTYPES: dict[str, torch.dtype] = {
     "bool": torch.bool,
     "int32": torch.int32,
     "int64": torch.int64,
     "float32": torch.float32,
     "float64": torch.float64,
 }
+"""Element types that travel, by NumPy's names."""
 
 
 def to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
@@ -57,7 +58,7 @@ def unpack(memory: torch.Tensor, arrays: Sequence[npt.NDArray[Any]]) -> list[tor
     start = 0
     for array in arrays:
         part = memory[start : start + array.nbytes]
-        tensors.append(part.view(_DTYPES[array.dtype.name]).view(array.shape))
+        tensors.append(part.view(DTYPES[array.dtype.name]).view(array.shape))
         start += _room(array)
     return tensors
 

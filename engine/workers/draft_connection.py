@@ -61,6 +61,7 @@ class _FirstFeatures:
         self._endpoint = endpoint
         self.probs = endpoint.probs
         self.features = endpoint.features
+        self.drafted = endpoint.drafted
 
     def ask(self, rows: Sequence[DraftRequestRow], released: Sequence[int] = (), *, deadline_s: float) -> DraftResponse:
         sent = [replace(row, feature_rows=(0,) * len(row.new_tokens)) for row in rows]

@@ -20,17 +20,21 @@ from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.core.step import ForwardInput, ForwardResult
 from engine.draft.architectures import Architecture, EagleArchitecture, PlainArchitecture
-from engine.draft.messages import DraftInfo, DraftRequestRow
-from engine.draft.proposer import Proposer
+from engine.draft.messages import DraftInfo, DraftRequest, DraftRequestRow, DraftResponseRow
+from engine.draft.proposer import OnDevice, Proposer
 from engine.draft_buffer.target_endpoint import BufferHandle, DraftEndpoint, gpu_uuid, open_draft_buffer
 from engine.errors import ConfigError, EngineUnavailable
+from engine.graphs.buckets import make_buckets
+from engine.graphs.forward import CudaCapture, GraphedForward
 from engine.metrics.counters import MetricCounters, MetricSnapshot
 from engine.model.device import pick_device, pick_dtype, release_freed_memory, set_threads, with_device
 from engine.model.load import LoadedDraft, load_draft
 from engine.model.runner import ModelRunner, kv_bytes_per_token, num_kv_blocks
 from engine.sampling.grammar import Grammars
 from engine.sampling.row_sampling import RowSampling
+from engine.sampling.staging import to_host
 from engine.sampling.vocabulary import load_tokenizer_info
+from engine.workers.draft_connection import MAX_REQUEST_TOKENS
 from engine.workers.memory_plan import weight_bytes
 
 _WAIT_PERIOD_S = 0.5
@@ -87,7 +91,7 @@ class DraftWorker:
         target = ModelConfig.load(self._target_folder)
         width = config.draft_vocab_size or min(config.vocab_size, target.vocab_size)
         num_blocks = self._num_blocks(config, dtype)
-        architecture = _architecture(draft, width, num_blocks=num_blocks, block_size=self._config.kv_block_size)
+        architecture = _architecture(self._config, draft, width, num_blocks=num_blocks)
         self._pool = pool = BlockPool(
             num_blocks,
             self._config.kv_block_size,
@@ -121,14 +125,19 @@ class DraftWorker:
                 request = self._endpoint.wait(_WAIT_PERIOD_S)
                 if request is not None:
                     begin = time.perf_counter()
-                    rows = self._proposer.propose(
-                        request.rows, request.released, self._endpoint.probs, self._endpoint.features
-                    )
+                    rows = self._propose(request)
                     self._endpoint.respond(rows, draft_s=time.perf_counter() - begin)
         except EngineUnavailable as error:
             _log.info("the draft ends: %s", error)
         finally:
             self._endpoint.close()
+
+    def _propose(self, request: DraftRequest) -> tuple[DraftResponseRow, ...]:
+        endpoint, views = self._endpoint, self._endpoint.views
+        on_device = None
+        if endpoint.on_device:
+            on_device = OnDevice(views.token_ids, views.confidences, views.new_tokens, endpoint.read)
+        return self._proposer.propose(request.rows, request.released, views.probs, views.features, on_device)
 
     def stop(self) -> None:
         """Make `run` return. Idempotent. Thread-safe."""
@@ -205,28 +214,44 @@ def warm_up(
     """
     probs = torch.empty(2, k, width, device=device)
     features = torch.zeros(1, feature_width, dtype=dtype, device=device) if feature_width > 0 else None
+    on_device = None
+    if device.type == "cuda":
+        ids = torch.ones(8, dtype=torch.int32, device=device)
+        on_device = OnDevice(ids[:4].view(2, k), torch.empty(2, k, device=device), ids, to_host)
     places = (0,) * 3 if feature_width > 0 else ()
     rows = [
         DraftRequestRow(key, 0, (1,) * 3, k, RowSampling(temperature, 0.9, 0, 1, False), feature_rows=places)
         for key, temperature in enumerate((0.0, 1.0), start=1)
     ]
-    proposer.propose(rows, [], probs, features)
-    proposer.propose([], [row.key for row in rows], probs, features)
+    proposer.propose(rows, [], probs, features, on_device)
+    proposer.propose([], [row.key for row in rows], probs, features, on_device)
 
 
-def _architecture(draft: LoadedDraft, width: int, *, num_blocks: int, block_size: int) -> Architecture:
+def _architecture(config: EngineConfig, draft: LoadedDraft, width: int, *, num_blocks: int) -> Architecture:
     """The draft's model over a new KV cache.
 
     Args:
+        config: settings of the engine.
         draft: loaded weights.
         width: columns of the logits that are tokens; columns from `width` on are padding and are never drafted.
-        num_blocks, block_size: of the cache.
+        num_blocks: blocks of the cache.
     """
-    runner = ModelRunner(draft.decoder, num_blocks=num_blocks, block_size=block_size)
+    runner = ModelRunner(draft.decoder, num_blocks=num_blocks, block_size=config.kv_block_size)
+    records = config.cuda_graphs == "on" and draft.decoder.device.type == "cuda"
+    buckets = make_buckets(max_requests=config.max_num_requests, max_k=0)
+    longest = draft.decoder.config.max_model_len
+    max_kv = min(config.max_model_len or longest, longest)
     if draft.head is not None:
-        return EagleArchitecture(draft.head, draft.decoder, runner.caches)
+        eagle = EagleArchitecture(draft.head, draft.decoder, runner.caches)
+        if records:
+            eagle.record(runner, buckets, CudaCapture(draft.decoder.device), max_kv=max_kv)
+        return eagle
+    compute = runner.forward
+    if records:
+        capture = CudaCapture(draft.decoder.device)
+        compute = GraphedForward(runner, buckets, capture, max_kv=max_kv, max_ids=MAX_REQUEST_TOKENS).forward
 
     def forward(forward_input: ForwardInput) -> ForwardResult:
-        return ForwardResult(runner.forward(forward_input).require_logits()[:, :width])
+        return ForwardResult(compute(forward_input).require_logits()[:, :width])
 
     return PlainArchitecture(forward)

@@ -68,7 +68,7 @@ class Leader:
         self.engine = Engine(
             scheduler=scheduler,
             drafter=make_drafter(config.speculative, remote, vocab_size=vocab_size),
-            verifier=Verifier(shard.forward, block_size=config.kv_block_size),
+            verifier=Verifier(shard.forward, block_size=config.kv_block_size, clock=shard.step_clock()),
             committer=Committer(self.pool, scheduler, max_model_len=shard.max_model_len),
             publish=lambda deltas: self._send(StepDeltas(deltas)),
             pacer=pacer,

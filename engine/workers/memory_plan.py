@@ -16,6 +16,7 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights import ShardSpec
 from engine.config import DRAFT_METHODS, EngineConfig
 from engine.errors import ConfigError
+from engine.graphs.buckets import make_buckets
 from engine.model.load import Model
 
 GIB = 1 << 30
@@ -23,6 +24,8 @@ CONTEXT_BYTES = 3 * GIB // 4
 """CUDA context, loaded kernels and library workspaces of one process."""
 NCCL_BYTES = GIB
 """Communicators and their channels, where there is more than one shard."""
+GRAPH_BYTES = 16 << 20
+"""A recorded forward: its nodes and what the driver keeps for it."""
 RESERVE_FRACTION = 0.02
 """Of the device: fragmentation, and what the estimates miss."""
 SAMPLED_LOGIT_BYTES, SCORED_LOGIT_BYTES = 48, 20
@@ -107,6 +110,9 @@ def plan_memory(
     ]
     if shard.size > 1:
         parts.append(Part("NCCL", NCCL_BYTES))
+    if engine.cuda_graphs == "on":
+        draft_logits = 4 * engine.max_num_requests * config.vocab_size if has_draft else 0
+        parts.append(Part("CUDA graphs", graph_bytes(engine, config, shard, dtype) + 2 * draft_logits))
     if has_draft:
         share = engine.speculative.memory_fraction
         buffer = 4 * engine.max_num_requests * max(1, engine.speculative.k) * config.vocab_size
@@ -147,17 +153,30 @@ def weight_bytes(config: ModelConfig, shard: ShardSpec, dtype: torch.dtype) -> i
 
 def activation_bytes(engine: EngineConfig, config: ModelConfig, shard: ShardSpec, dtype: torch.dtype) -> int:
     """Upper bound of the bytes that one step holds besides weights and caches."""
-    num_kv, num_heads = _length(shard.kv_heads(config)), _length(shard.query_heads(config))
-    inner = _length(shard.part(config.intermediate_size))
-    qkv = (num_heads + 2 * num_kv) * config.head_dim
     rows = engine.max_step_tokens
-    layers: int = rows * dtype.itemsize * (6 * config.hidden_size + 5 * qkv + 3 * inner)
+    layers = _layer_bytes(rows, config, shard, dtype)
     if shard.rank > 0:
         local_logits: int = rows * dtype.itemsize * 2 * _length(shard.part(config.vocab_size))
         return layers + local_logits
     sampled = min(rows, engine.max_num_requests * (max(1, engine.speculative.k) + 1))
     logits: int = (SAMPLED_LOGIT_BYTES * sampled + SCORED_LOGIT_BYTES * (rows - sampled)) * config.vocab_size
     return layers + logits
+
+
+def graph_bytes(engine: EngineConfig, config: ModelConfig, shard: ShardSpec, dtype: torch.dtype) -> int:
+    """Estimate of the bytes that recorded forwards hold: their shared activations and results, and the graphs."""
+    buckets = make_buckets(max_requests=engine.max_num_requests, max_k=engine.speculative.k)
+    rows = max(bucket.rows for bucket in buckets)
+    results: int = rows * (4 * config.vocab_size + dtype.itemsize * 3 * config.hidden_size) if shard.rank == 0 else 0
+    return _layer_bytes(rows, config, shard, dtype) + 2 * results + GRAPH_BYTES * len(buckets)
+
+
+def _layer_bytes(rows: int, config: ModelConfig, shard: ShardSpec, dtype: torch.dtype) -> int:
+    """Bytes of the activations of layers."""
+    num_kv, num_heads = _length(shard.kv_heads(config)), _length(shard.query_heads(config))
+    qkv = (num_heads + 2 * num_kv) * config.head_dim
+    inner = _length(shard.part(config.intermediate_size))
+    return rows * dtype.itemsize * (6 * config.hidden_size + 5 * qkv + 3 * inner)
 
 
 def _length(part: slice) -> int:

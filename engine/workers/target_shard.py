@@ -15,6 +15,7 @@ in their order:
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -23,11 +24,14 @@ from torch._C._distributed_c10d import TCPStore
 from engine.config import EngineConfig
 from engine.core.step import ForwardInput, ForwardResult
 from engine.errors import ShardDown
+from engine.graphs.buckets import make_buckets, row_sizes
+from engine.graphs.forward import Capture, CudaCapture, GraphedForward
 from engine.ipc.forward_broadcast import ForwardHandle, ForwardReceiver, ForwardRingSpec, ForwardSender
 from engine.model.collectives import Collectives, Group, Solo, open_store
 from engine.model.device import pick_device, pick_dtype, set_threads, with_device
 from engine.model.load import Model, load_model
 from engine.model.runner import ModelRunner, num_kv_blocks
+from engine.sampling.readback import DeviceClock, Event, HostClock, StepClock, timed_event
 from engine.workers.memory_plan import gpu_kv_bytes
 from engine.workers.shard_ready import ShardReady
 
@@ -45,6 +49,7 @@ class TargetShard:
         rank: number of this shard.
         node_id: node that this process runs on; shared memory never crosses nodes.
         feature_layers: layers, ascending, whose outputs the draft reads. Rank 0 taps them, other ranks ignore them.
+        device: device that computes; None takes the one of the settings.
     """
 
     runner: ModelRunner
@@ -55,19 +60,27 @@ class TargetShard:
     _receiver: ForwardReceiver
 
     def __init__(
-        self, config: EngineConfig, folder: Path, *, rank: int, node_id: str, feature_layers: tuple[int, ...] = ()
+        self,
+        config: EngineConfig,
+        folder: Path,
+        *,
+        rank: int,
+        node_id: str,
+        feature_layers: tuple[int, ...] = (),
+        device: torch.device | None = None,
     ) -> None:
         self.config = config = with_device(config)
         self.rank = rank
         self.folder = folder
         self.node_id = node_id
         self.feature_layers = feature_layers if rank == 0 else ()
-        self.device = pick_device(config.device)
+        self.device = pick_device(config.device) if device is None else device
         self.stopping = threading.Event()
         """Set by `stop`; whatever runs this shard ends then."""
         self._store: TCPStore | None = None  # rank 0 of several
         self._sender: ForwardSender | None = None  # rank 0 of several
         self._collectives: Collectives = Solo()
+        self._graphs: GraphedForward | None = None
         self._num_forwards = 0
 
     def open_rendezvous(self) -> int:
@@ -123,6 +136,24 @@ class TargetShard:
         """
         self.runner = ModelRunner(self._model, num_blocks=num_blocks, block_size=self.config.kv_block_size)
         self.max_model_len = max_model_len
+        if self.config.cuda_graphs == "on" and self.device.type == "cuda":
+            self.record(CudaCapture(self.device))
+
+    def record(self, capture: Capture) -> None:
+        """Record forwards of decoding and verification, on all shards at once. After the KV cache is made.
+
+        Args:
+            capture: records them.
+        """
+        config = self.config
+        buckets = make_buckets(max_requests=config.max_num_requests, max_k=config.speculative.k)
+        max_ids = config.max_num_requests * max(1, config.speculative.k)
+        self._graphs = GraphedForward(self.runner, buckets, capture, max_kv=self.max_model_len, max_ids=max_ids)
+
+    @property
+    def padded_rows(self) -> tuple[int, ...]:
+        """Rows that forwards are padded to, ascending; empty where none is. After `allocate`."""
+        return () if self._graphs is None else row_sizes(self._graphs.buckets)
 
     def forward_handle(self, rank: int) -> ForwardHandle:
         """Where shard `rank`, 1 or higher, receives forward inputs. On rank 0."""
@@ -146,7 +177,8 @@ class TargetShard:
         self._receiver = ForwardReceiver.open(handle, node_id=self.node_id)
 
     def forward(self, forward_input: ForwardInput) -> ForwardResult:
-        """Run one forward on all shards. On rank 0, one thread at a time.
+        """Queue one forward on all shards. On rank 0, one thread at a time. On a GPU nothing waits for the result here:
+        the clock of the step does.
 
         Raises:
             ShardDown: another shard does not answer.
@@ -156,11 +188,30 @@ class TargetShard:
                 self._sender.wait_open(PEER_TIMEOUT_S)
             self._num_forwards += 1
             self._sender.send(self._num_forwards, forward_input, deadline_s=PEER_TIMEOUT_S)
-        result = self.runner.forward(forward_input)
-        if self.device.type == "cuda":
-            # The host reads the logits next anyway, and the measured time then covers the whole forward.
-            torch.cuda.current_stream().synchronize()
-        return result
+        return self._compute(forward_input)
+
+    def step_clock(self, new_event: Callable[[], Event] = timed_event) -> StepClock:
+        """The clock of the forwards of this shard. After `load`.
+
+        Args:
+            new_event: makes the events of a GPU's clock.
+        """
+        if self.device.type != "cuda":
+            return HostClock()
+        return DeviceClock(timeout_s=PEER_TIMEOUT_S, abort=self._collectives.abort, new_event=new_event)
+
+    def timed_forward(self, forward_input: ForwardInput) -> float:
+        """Seconds of one forward whose result is not used. On rank 0, between two steps.
+
+        Raises:
+            ShardDown: another shard does not answer.
+        """
+        clock = self.step_clock()
+        clock.begin()
+        self.forward(forward_input)
+        clock.forwarded()
+        clock.read([])
+        return clock.times().forward_s
 
     def run(self) -> None:
         """Take part in every forward of rank 0 until `stop`, or until rank 0 ends. On ranks 1 and higher.
@@ -169,11 +220,15 @@ class TargetShard:
             ShardDown: rank 0 died.
         """
         set_threads(self.config, own_threads=self.runner.model.own_threads)
+        clock = self.step_clock()
         try:
             while not self.stopping.is_set() and not self._receiver.closed:
                 received = self._receiver.receive(_RECEIVE_PERIOD_S)
                 if received is not None:
-                    self.runner.forward(received[1])
+                    clock.begin()
+                    self._compute(received[1])
+                    clock.forwarded()
+                    clock.read([])  # The next input comes after this forward anyway. A hung peer is noticed here.
         except ShardDown:
             if not self.stopping.is_set():  # while all shards stop, another one may be gone first
                 raise
@@ -189,6 +244,9 @@ class TargetShard:
         if self._sender is not None:
             self._sender.close()
         self._collectives.close()
+
+    def _compute(self, forward_input: ForwardInput) -> ForwardResult:
+        return (self.runner if self._graphs is None else self._graphs).forward(forward_input)
 
     def _meet(self, port: int) -> Collectives:
         size = self.config.tensor_parallel_size

@@ -26,8 +26,8 @@ BF16_BOUND = 0.25
 """Logits of SmolLM2 in bf16 carry rounding of this order; a first divergence beyond it is an error."""
 
 
-@pytest.mark.parametrize("method", ["none", "ngram"])
-def test_greedy_on_a_gpu_parts_from_transformers_only_at_near_ties(method: str) -> None:
+@pytest.mark.parametrize(("method", "graphs"), [("none", "off"), ("ngram", "off"), ("none", "on"), ("ngram", "on")])
+def test_greedy_on_a_gpu_parts_from_transformers_only_at_near_ties(method: str, graphs: str) -> None:
     folder = resolve_model("smollm2")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -38,7 +38,8 @@ def test_greedy_on_a_gpu_parts_from_transformers_only_at_near_ties(method: str) 
     ]
     greedy = SamplingParams(temperature=0.0, max_tokens=32, stop_token_ids=(EOS,))
     submits = [Submit(request_id=str(i), prompt=tuple(p), sampling=greedy) for i, p in enumerate(prompts)]
-    with LocalEngine(folder, device="cuda", dtype="bfloat16", block_size=256, speculative={"method": method}) as engine:
+    settings = {"device": "cuda", "dtype": "bfloat16", "block_size": 256, "cuda_graphs": graphs}
+    with LocalEngine(folder, **settings, speculative={"method": method}) as engine:
         got = engine.generate(submits)
     for i, prompt in enumerate(prompts):
         with torch.inference_mode():

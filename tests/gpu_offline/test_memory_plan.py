@@ -50,6 +50,19 @@ def test_70b_with_a_1b_draft_fits_four_80_gb_gpus(rank: int) -> None:
     assert sum(part.num_bytes for part in found.parts) + found.kv_bytes == found.device_bytes
 
 
+def test_recorded_forwards_have_their_part_and_leave_room() -> None:
+    settings = {"tensor_parallel_size": 4, "max_model_len": 16384, "max_num_requests": 128, "max_step_tokens": 2048}
+    parts = {}
+    for graphs in ("off", "on"):
+        found = plan(LLAMA_70B, device_mib=81_559, speculative=DRAFT_1B, cuda_graphs=graphs, **settings)
+        found.check(128 * 1024)
+        parts[graphs] = {part.name: part.num_bytes for part in found.parts}
+    assert "CUDA graphs" not in parts["off"]
+    assert 4 * 512 * LLAMA_70B["vocab_size"] < parts["on"]["CUDA graphs"] < 3 * GIB
+    with pytest.raises(ConfigError, match="cuda_graphs: on given, but device is cpu"):
+        EngineConfig.parse({"model": "m", "device": "cpu", "cuda_graphs": "on"})
+
+
 def test_8b_with_an_eagle_draft_fits_24_gb() -> None:
     """24,564 MiB is what a 24 GB card of this class has."""
     found = plan(LLAMA_8B, device_mib=24_564, max_model_len=8192, max_num_requests=16, speculative=EAGLE)

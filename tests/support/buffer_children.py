@@ -125,6 +125,7 @@ def random_forward_input(step_id: int, spec: ForwardRingSpec) -> ForwardInput:
         some(num_spans),
         some(num_spans, width),
         some(num_logits),
+        tokens_from_rank_0=bool(rng.integers(2)),
     )
 
 

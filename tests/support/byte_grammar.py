@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+import numpy as np
 import xgrammar
 
 from engine.sampling.grammar import Grammars, Matcher
@@ -21,8 +21,7 @@ def byte_grammars(**options: Any) -> Grammars:
 
 def allowed(matcher: Matcher, *, forbid_stop: bool = False) -> list[int]:
     """Token ids that the grammar allows next."""
-    mask = torch.zeros(1, matcher.num_words, dtype=torch.int32)
+    mask = np.zeros((1, matcher.num_words), dtype=np.int32)
     matcher.fill(mask, 0, forbid_stop=forbid_stop)
-    bits = (mask[0].unsqueeze(-1) >> torch.arange(32)) & 1
-    tokens: list[int] = bits.flatten().nonzero().flatten().tolist()
+    tokens: list[int] = ((mask[0, :, None] >> np.arange(32)) & 1).reshape(-1).nonzero()[0].tolist()
     return tokens

@@ -45,8 +45,8 @@ _NO_LAUNCH = frozenset(
         *("sym_size", "sym_numel", "sym_stride", "stride", "_conj", "flatten", "view_as", "is_contiguous"),
     )
 )
-_LAUNCHES = {"paged_attention": 2, "gumbel_draw": 4}
-"""Of Paceline's operators that launch more than one kernel."""
+_LAUNCHES = {"paged_attention": 2}
+"""Of Paceline's operator that launches more than one kernel."""
 _COPIES = frozenset(("to", "_to_copy", "copy_", "cpu", "cuda", "contiguous", "float", "double", "long"))
 _READS = frozenset(("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select", "unique2"))
 
@@ -80,6 +80,12 @@ class Recorder(TorchDispatchMode):
         """Operations after which the host waits for the device."""
         self.uploads = 0
         """Transfers from host to device."""
+        self.downloads = 0
+        """Transfers from device to host that the host does not wait for."""
+
+    def event(self) -> FakeEvent:
+        """A CUDA event; waiting for it counts as a read."""
+        return FakeEvent(self)
 
     @property
     def num_launches(self) -> int:
@@ -100,10 +106,12 @@ class Recorder(TorchDispatchMode):
             if _indexes_by_mask(name, args):
                 return args[0][:0]
         out = func(*args, **(kwargs or {}))
-        self._count(name, inputs, out, on_cuda)
+        self._count(name, inputs, out, on_cuda, args, kwargs or {})
         return out
 
-    def _count(self, name: str, inputs: list[torch.Tensor], out: Any, on_cuda: bool) -> None:
+    def _count(
+        self, name: str, inputs: list[torch.Tensor], out: Any, on_cuda: bool, args: Any, kwargs: dict[str, Any]
+    ) -> None:
         result = next((value for value in _flat([out]) if isinstance(value, torch.Tensor)), None)
         source = inputs[0].device.type if inputs else "none"
         target = result.device.type if result is not None else "none"
@@ -112,11 +120,35 @@ class Recorder(TorchDispatchMode):
             if origin == "cpu" and target == "cuda":
                 self.uploads += 1
             elif origin == "cuda" and target == "cpu":
-                self.reads[name] += 1
+                if name == "copy_" and _is_non_blocking(args, kwargs):
+                    self.downloads += 1
+                else:
+                    self.reads[name] += 1
             elif target == "cuda" and (name == "copy_" or result is not inputs[0]):
                 self.launches[name] += 1
         elif name not in _NO_LAUNCH and (on_cuda or target == "cuda"):
             self.launches[name] += _LAUNCHES.get(name, 1)
+
+
+class FakeEvent:
+    """A CUDA event that the device has always reached."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        self._recorder.reads["event"] += 1
+        return True
+
+    def elapsed_time(self, end: Any) -> float:
+        return 1.0
+
+
+def _is_non_blocking(args: Any, kwargs: dict[str, Any]) -> bool:
+    return bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
 
 
 def _indexes_by_mask(name: str, args: Any) -> bool:

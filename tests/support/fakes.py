@@ -24,14 +24,15 @@ from engine.core.pacing import KChoice, Prediction, SpeculationPlan
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.stats import StepStats
-from engine.core.step import ForwardInput, ForwardResult
+from engine.core.step import DeviceDrafts, ForwardInput, ForwardResult
 from engine.core.verifier import Verifier
 from engine.draft.architectures import PlainArchitecture
 from engine.draft.messages import DraftRequestRow, DraftResponse
-from engine.draft.proposer import Proposer
+from engine.draft.proposer import OnDevice, Proposer
 from engine.draft.remote import RemoteDrafter
 from engine.messages import Delta, Submit
 from engine.sampling.grammar import Grammars
+from engine.sampling.staging import to_host
 
 
 class ToyModel:
@@ -78,7 +79,7 @@ class ToyModel:
     def forward(self, plan: ForwardInput) -> ForwardResult:
         """Logits [R, columns] float32 of the wanted rows; writes every row's token to the cache."""
         self.num_rows += len(plan.token_ids)
-        self._cache[plan.slots] = plan.token_ids
+        self._cache[plan.slots] = tokens_of_rows(plan)
         wanted = set(plan.logit_rows.tolist())
         out = []
         row = 0
@@ -93,13 +94,40 @@ class ToyModel:
         return ForwardResult(torch.from_numpy(np.stack(out)) if out else torch.zeros(0, self.columns))
 
 
+def tokens_of_rows(forward_input: ForwardInput) -> np.ndarray:
+    """[N] token of each row of a forward, those in device memory included."""
+    known = forward_input.device_tokens
+    if known is None:
+        return forward_input.token_ids
+    return np.where(known.places >= 0, known.ids.numpy()[np.maximum(known.places, 0)], forward_input.token_ids)
+
+
 class LoopbackEndpoint:
-    """The target's endpoint of a draft buffer whose draft runs in this process."""
+    """The target's endpoint of a draft buffer whose draft runs in this process.
+
+    Args:
+        proposer: the draft.
+        max_rows, max_k, draft_vocab: capacities of the buffer.
+        features: that the draft reads.
+        on_device: drafted tokens stay in the buffer, as over CUDA IPC.
+    """
 
     def __init__(
-        self, proposer: Proposer, *, max_rows: int, max_k: int, draft_vocab: int, features: torch.Tensor | None = None
+        self,
+        proposer: Proposer,
+        *,
+        max_rows: int,
+        max_k: int,
+        draft_vocab: int,
+        features: torch.Tensor | None = None,
+        on_device: bool = False,
     ) -> None:
         self._proposer = proposer
+        self.num_reads = 0
+        self._on_device: OnDevice | None = None
+        if on_device:
+            ids, new_tokens = torch.zeros(max_rows, max_k, dtype=torch.int32), torch.zeros(4096, dtype=torch.int32)
+            self._on_device = OnDevice(ids, torch.zeros(max_rows, max_k), new_tokens, self._read)
         self.probs = torch.zeros(max_rows, max_k, draft_vocab)
         self.features = features
         self.num_requests = 0
@@ -107,8 +135,21 @@ class LoopbackEndpoint:
     def ask(self, rows: Sequence[DraftRequestRow], released: Sequence[int] = (), *, deadline_s: float) -> DraftResponse:
         self.num_requests += 1
         self.probs.fill_(float("nan"))
-        response_rows = self._proposer.propose(rows, released, self.probs, self.features)
+        if self._on_device is not None:
+            self._on_device.token_ids.fill_(-7)
+            tokens = [token for row in rows for token in row.new_tokens]
+            self._on_device.new_tokens[: len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+        response_rows = self._proposer.propose(rows, released, self.probs, self.features, self._on_device)
         return DraftResponse(epoch=1, seq=self.num_requests, rows=response_rows, draft_s=0.0)
+
+    def drafted(self, num_rows: int) -> DeviceDrafts:
+        assert self._on_device is not None
+        ids = self._on_device.token_ids[:num_rows].long().clamp(min=0)
+        return DeviceDrafts(ids, self._on_device.confidences[:num_rows], self.probs[:num_rows])
+
+    def _read(self, tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
+        self.num_reads += 1
+        return to_host([tensor.clone() for tensor in tensors])
 
     def close(self) -> None:
         return None
@@ -158,12 +199,14 @@ def toy_drafter(
     max_request_tokens: int = 64,
     spelling: Spelling | None = None,
     grammars: Grammars | None = None,
+    on_device: bool = False,
 ) -> RemoteDrafter:
     """A RemoteDrafter whose draft model is a toy in this process.
 
     Args:
         spelling: makes the draft compile grammars by itself, while its requests run.
         grammars: the engine's own grammars: the draft finds each one compiled, because a request starts after that.
+        on_device: drafted tokens stay in the draft buffer, as over CUDA IPC.
     """
     pool = BlockPool(num_blocks, draft.block_size, prefix_cache=True)
     if grammars is None and spelling is not None:
@@ -171,7 +214,8 @@ def toy_drafter(
     proposer = Proposer(PlainArchitecture(draft.forward), pool, vocab=vocab, max_model_len=10_000, grammars=grammars)
     drafter = RemoteDrafter(max_request_tokens=max_request_tokens, max_released=64, deadline_s=1.0, on_down=print)
     drafter.set_vocab(vocab)
-    drafter.attach(LoopbackEndpoint(proposer, max_rows=64, max_k=16, draft_vocab=draft.columns))
+    endpoint = LoopbackEndpoint(proposer, max_rows=64, max_k=16, draft_vocab=draft.columns, on_device=on_device)
+    drafter.attach(endpoint)
     return drafter
 
 

@@ -18,7 +18,6 @@ from tiny_models import write_model
 
 from engine.core.packing import SpanRows, pack_spans
 from engine.kernels.elementwise import add_rms_norm, add_rms_norm_reference, silu_mul, silu_mul_reference
-from engine.kernels.gumbel_draw import gumbel_draw, gumbel_draw_reference
 from engine.kernels.paged_attention import paged_attention, paged_attention_reference
 from engine.kernels.rope_cache import rope_cache, rope_cache_reference
 from engine.model.attention import make_attention
@@ -27,7 +26,6 @@ from engine.model.decoder import Decoder, LayerCache
 from engine.model.device import Compute
 from engine.model.fused_decoder import FusedDecoder
 from engine.model.load import load_model
-from engine.sampling.distribution import seed_words
 
 BOUND = {torch.float32: 2e-5, torch.float16: 6e-3}
 """By element type. The interpreter has no correct bfloat16; the kernels treat both 16-bit types alike."""
@@ -74,19 +72,6 @@ def check_rope_cache() -> None:
                 close(found, expected)
 
 
-def check_gumbel_draw() -> None:
-    for rows, size in ((1, 50), (7, 5000), (3, 9001)):
-        weights = torch.softmax(torch.randn(rows, size) * 4, -1)
-        weights[weights < weights.mean(-1, keepdim=True)] = 0.0
-        seeds = torch.randint(0, 2**62, (rows,)).tolist()
-        words = torch.from_numpy(seed_words([3 * seed for seed in seeds]))
-        assert torch.equal(gumbel_draw(weights, words), gumbel_draw_reference(weights, words))
-    weights = torch.full((2000, 4), 0.25)
-    drawn = gumbel_draw(weights, torch.from_numpy(seed_words(range(2000))))
-    counts = torch.bincount(drawn, minlength=4)
-    assert ((counts - 500).abs() < 120).all(), counts  # 6 standard deviations
-
-
 def check_paged_attention() -> None:
     for dtype in BOUND:
         for heads, kv_heads, dim, block in ((4, 1, 32, 64), (8, 2, 16, 128)):
@@ -97,13 +82,9 @@ def check_paged_attention() -> None:
             wide = torch.randn(rows, heads + 2 * kv_heads, dim).to(dtype)
             query = wide[:, :heads]  # Rows with a stride, as in a model.
             cu_q = torch.tensor([0, *torch.tensor(q_lens).cumsum(0).tolist()], dtype=torch.int32)
-            tree = torch.rand(rows, 4) < 0.5
-            for row, j in zip(range(rows), (j for q_len in q_lens for j in range(q_len)), strict=True):
-                tree[row, j] = True  # A row always sees itself.
             lens = torch.tensor(kv_lens, dtype=torch.int32)
-            for mask in (None, tree):
-                arguments = (query, keys, values, cu_q, lens, table, mask, 4, 600)
-                close(paged_attention(*arguments), paged_attention_reference(*arguments))
+            arguments = (query, keys, values, cu_q, lens, table, 4, 600)
+            close(paged_attention(*arguments), paged_attention_reference(*arguments))
 
 
 def check_fused_decoder() -> None:

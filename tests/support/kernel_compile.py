@@ -19,8 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.kernels.elementwise import add_rms_norm_kernel, silu_mul_kernel
-from engine.kernels.gumbel_draw import gumbel_draw_kernel
-from engine.kernels.paged_attention import KEYS, TREE_KEYS, attend_split_kernel, combine_kernel, num_warps
+from engine.kernels.paged_attention import KEYS, attend_split_kernel, combine_kernel, num_warps
 from engine.kernels.rope_cache import rope_cache_kernel
 
 BF16, F32, I32, I64 = "*bf16", "*fp32", "*i32", "*i64"
@@ -30,7 +29,6 @@ _ATTEND = {"KV_HEADS": 8, "DIM": 128, "PAGE": 256, "SPLITS": 8}
 KERNELS: dict[str, tuple[Any, list[str], dict[str, Any], int]] = {
     "add_rms_norm": (add_rms_norm_kernel, [BF16] * 4 + ["i32", "fp32"], {"BLOCK": 8192}, 8),
     "silu_mul": (silu_mul_kernel, [BF16, BF16, "i32"], {"BLOCK": 1024}, 4),
-    "gumbel_draw": (gumbel_draw_kernel, [F32, I32, F32, I32, "i32", "i32"], {"BLOCK": 4096}, 4),
     "combine": (combine_kernel, [F32, F32, F32, BF16], {"DIM": 128, "SPLITS": 8, "WIDTH": 8}, 4),
     **{
         f"rope_cache, norm {norm}": (
@@ -42,14 +40,13 @@ KERNELS: dict[str, tuple[Any, list[str], dict[str, Any], int]] = {
         for norm in (False, True)
     },
     **{
-        f"attend_split, {rows} rows, tree {tree}": (
+        f"attend_split, {rows} rows": (
             attend_split_kernel,
-            [BF16, BF16, BF16, I32, I32, I32, "*i1" if tree else I32, F32, F32, F32, "fp32", "i32", "i32", "i32"],
-            _ATTEND | {"GROUP": group, "ROWS": rows, "HAS_TREE": tree, "BLOCK": TREE_KEYS if tree else KEYS},
+            [BF16, BF16, BF16, I32, I32, I32, F32, F32, F32, "fp32", "i32", "i32"],
+            _ATTEND | {"GROUP": group, "ROWS": rows, "BLOCK": KEYS},
             num_warps(rows),
         )
         for group, rows in ((4, 16), (4, 32), (8, 64))
-        for tree in (False, True)
     },
 }
 """Kernel, types of its arguments, its constants for Llama 3.1 shapes, and warps."""

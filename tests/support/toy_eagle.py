@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fakes import LoopbackEndpoint, ToyModel
+from fakes import LoopbackEndpoint, ToyModel, tokens_of_rows
 
 from engine.core.block_pool import BlockPool
 from engine.core.step import ForwardInput, ForwardResult
@@ -79,14 +79,13 @@ class ToyEagle:
 
     def _compute(self, forward_input: ForwardInput, known: torch.Tensor) -> Outputs:
         self.num_forwards += 1
+        tokens = tokens_of_rows(forward_input)
         after = [
             [hashed(int(row[0]), token), *[int(x) for x in row[2:]], token]
-            for row, token in zip(known.tolist(), forward_input.token_ids.tolist(), strict=True)
+            for row, token in zip(known.tolist(), tokens.tolist(), strict=True)
         ]
         hashes = [row[0] for row in after]
-        self._kv_slots[forward_input.slots] = np.stack(
-            [forward_input.positions, forward_input.token_ids, hashes], axis=1
-        )
+        self._kv_slots[forward_input.slots] = np.stack([forward_input.positions, tokens, hashes], axis=1)
         for span, kv_len in enumerate(forward_input.kv_lens):
             self._check(forward_input.block_tables[span], int(kv_len))
         logits = np.stack(
@@ -114,6 +113,7 @@ def toy_eagle(
     vocab: torch.Tensor | None = None,
     max_request_tokens: int = 64,
     ring: int = 256,
+    on_device: bool = False,
 ) -> tuple[RemoteDrafter, LoopbackEndpoint]:
     """A drafter that reads the target's features, and the endpoint it is attached to."""
     architecture = ToyEagle(distribution, num_blocks=num_blocks, block_size=target.block_size)
@@ -123,6 +123,9 @@ def toy_eagle(
     drafter.set_vocab(vocab)
     width = len(target.features_after([]))
     features = torch.full((ring, width), float("nan"))
-    endpoint = LoopbackEndpoint(proposer, max_rows=64, max_k=16, draft_vocab=distribution.columns, features=features)
+    columns = distribution.columns
+    endpoint = LoopbackEndpoint(
+        proposer, max_rows=64, max_k=16, draft_vocab=columns, features=features, on_device=on_device
+    )
     drafter.attach(endpoint)
     return drafter, endpoint

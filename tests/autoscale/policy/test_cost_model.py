@@ -211,3 +211,14 @@ def test_steps_are_learned_in_groups_of_four_of_one_size() -> None:
         for each in steps:
             cost.observe(each)
         assert (cost.verify_s(1, 0) != before) is is_learned
+
+
+def test_padded_rows_are_paid_for_and_rows_within_the_padding_are_free() -> None:
+    cost, padded = CostModel(replace(cpu_table(), sample_row_s=0.0)), CostModel(replace(cpu_table(), sample_row_s=0.0))
+    padded.pad_rows((1, 4, 8))
+    assert padded.verify_s(2, 0) == padded.verify_s(4, 0) == cost.verify_s(4, 0)
+    assert padded.verify_s(9, 0) == cost.verify_s(9, 0)
+    added = padded.added_rows_s(2, 4).tolist()
+    assert added[:3] == [0.0, 0.0, 0.0]
+    assert added[3] == added[4] == pytest.approx(cost.verify_s(8, 0) - cost.verify_s(4, 0))
+    assert padded.added_rows_s(2, 4).shape == cost.added_rows_s(2, 4).shape

@@ -77,6 +77,8 @@ def test_both_implementations_give_equal_verdicts(spans: list[Any], reduced: boo
     fast = accept_or_reject(logits.clone(), step_spans, draft, acceptance="together")
     slow = accept_or_reject(logits.clone(), step_spans, draft, acceptance="each")
     assert tokens_of(fast) == tokens_of(slow)
+    told = accept_or_reject(logits.clone(), step_spans, draft, acceptance="together", most_likely=logits.argmax(dim=-1))
+    assert told == fast, "what the forward found is used only where no option has changed the logits"
     assert [verdict.logprobs for verdict in fast] == [verdict.logprobs for verdict in slow]
     assert [verdict.prompt_logprobs for verdict in fast] == [verdict.prompt_logprobs for verdict in slow]
     for (sampling, *_), verdict in zip(spans, fast, strict=True):

@@ -182,6 +182,7 @@ class MortalEndpoint:
         self._num_left = num_requests
         self.probs = endpoint.probs
         self.features = endpoint.features
+        self.drafted = endpoint.drafted
 
     def ask(self, rows: Sequence[DraftRequestRow], released: Sequence[int] = (), *, deadline_s: float) -> DraftResponse:
         self._num_left -= 1

@@ -98,6 +98,7 @@ def test_the_writer_refuses_a_request_just_above_a_capacity(
         (RESPONSE[:2], "2 rows given, the request has 3"),
         ([*RESPONSE, DraftResponseRow()], "4 rows given, the request has 3"),
         ([*RESPONSE[:2], DraftResponseRow((1, 2, 3))], "tokens for request 2: 3 given, allowed are 2"),
+        ([*RESPONSE[:2], DraftResponseRow(num_on_device=3)], "tokens for request 2: 3 given, allowed are 2"),
         ([*RESPONSE[:2], DraftResponseRow((20,))], r"a token id is outside 0\.\.19"),
         ([*RESPONSE[:2], DraftResponseRow((-1,))], r"a token id is outside 0\.\.19"),
     ],
@@ -238,6 +239,9 @@ def test_the_reader_refuses_a_response_value_just_out_of_range(
         ("num_confidences", 1, "rows claim 5 values of 6"),
         ("reason", len(REASONS), f"reason: {len(REASONS)} found, allowed are 0..{len(REASONS) - 1}"),
         ("reason", -1, f"reason: -1 found, allowed are 0..{len(REASONS) - 1}"),
+        ("num_on_device", 3, "tokens of a row on the device: 3 found, allowed are 0..2"),
+        ("num_on_device", -1, "tokens of a row on the device: -1 found, allowed are 0..2"),
+        ("num_on_device", 1, "draft response row: 2 tokens in the message, 1 on the device"),
     ],
 )
 def test_the_reader_refuses_a_response_row_just_out_of_range(

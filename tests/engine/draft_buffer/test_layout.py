@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import mmap
+from typing import get_args
 
 import pytest
+import torch
 from buffer_children import NODE, SPEC
 
-from engine.draft_buffer.layout import NUM_WORDS, BufferSpec, CorruptBlock, block_bytes, map_arrays, split
+from engine.draft_buffer.layout import NUM_WORDS, BufferSpec, CorruptBlock, Section, block_bytes, map_arrays, split
+from engine.draft_buffer.payload import Views
 from engine.draft_buffer.target_endpoint import create_draft_buffer
 from engine.errors import ConfigError
 
@@ -37,7 +40,8 @@ def test_an_impossible_feature_shape_is_refused(change: dict[str, int]) -> None:
 
 def test_the_spec_knows_the_size_of_the_payload() -> None:
     spec = BufferSpec(max_rows=64, max_k=5, max_request_tokens=512, max_released=64, draft_vocab=49152)
-    assert spec.payload_bytes == 64 * 5 * 49152 * 4
+    assert spec.probs_bytes == 64 * 5 * 49152 * 4
+    assert spec.payload_bytes == spec.probs_bytes + 2 * 64 * 5 * 4 + 512 * 4
     assert spec.vocab == 49152
 
 
@@ -72,8 +76,14 @@ def test_the_vocabulary_is_the_targets() -> None:
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_features_follow_the_probabilities_on_their_own_cache_line(itemsize: int) -> None:
+def test_sections_of_the_payload_are_on_cache_lines_and_do_not_overlap(itemsize: int) -> None:
     spec = dataclasses.replace(SPEC, max_rows=1, max_k=1, feature_rows=3, feature_width=5, feature_itemsize=itemsize)
-    assert spec.probs_bytes == 4 * 300
-    assert spec.features_offset == 1216
-    assert spec.payload_bytes == 1216 + 15 * itemsize
+    found = [spec.section(name) for name in get_args(Section)]
+    assert found == [(0, 1200), (1216, 4), (1280, 4), (1344, 256), (1600, 15 * itemsize)]
+    assert spec.payload_bytes == 1600 + 15 * itemsize
+    views = Views.of(torch.zeros(spec.payload_bytes, dtype=torch.uint8), spec)
+    assert views.probs.shape == (1, 1, 300)
+    assert views.token_ids.shape == views.confidences.shape == (1, 1)
+    assert views.new_tokens.shape == (64,)
+    assert views.features is not None
+    assert views.features.shape == (3, 5)

@@ -11,7 +11,7 @@ import torch
 from buffer_children import NODE, SPEC
 
 from engine.draft_buffer.layout import block_bytes
-from engine.draft_buffer.payload import HostPayload, as_features, as_probs, host_bytes
+from engine.draft_buffer.payload import HostPayload, Views, host_bytes
 from engine.draft_buffer.target_endpoint import TargetEndpoint
 from engine.ipc.shared_memory import SharedMemory
 
@@ -28,7 +28,8 @@ def test_probabilities_and_features_share_the_payload_without_overlap(itemsize: 
     spec = dataclasses.replace(SPEC, feature_rows=3, feature_width=5, feature_itemsize=itemsize)
     with contextlib.closing(SharedMemory.create(host_bytes(spec, on_gpu=False))) as memory:
         payload = HostPayload(memory, spec)
-        probs, features = as_probs(payload.memory, spec), as_features(payload.memory, spec)
+        views = Views.of(payload.memory, spec)
+        probs, features = views.probs, views.features
         assert features is not None
         assert (probs.shape, probs.dtype) == ((4, 5, 300), torch.float32)
         assert (features.shape, features.dtype) == ((3, 5), dtype)
@@ -40,7 +41,7 @@ def test_probabilities_and_features_share_the_payload_without_overlap(itemsize: 
 
 
 def test_a_spec_without_features_has_none() -> None:
-    assert as_features(torch.zeros(SPEC.payload_bytes, dtype=torch.uint8), SPEC) is None
+    assert Views.of(torch.zeros(SPEC.payload_bytes, dtype=torch.uint8), SPEC).features is None
 
 
 def test_a_handle_says_where_the_buffer_is_and_survives_pickling(target: TargetEndpoint) -> None:

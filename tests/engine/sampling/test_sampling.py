@@ -55,7 +55,7 @@ SPELLING = Spelling(
         DEAD_END: frozenset({"abd", "bab", "caa"}),
     },
 )
-METHODS = ("none", "ngram", "draft_model", "draft_model_reduced", "draft_model_small_pool")
+METHODS = ("none", "ngram", "draft_model", "draft_model_reduced", "draft_model_small_pool", "draft_model_on_device")
 
 
 def make_drafter(method: str, block_size: int = 4, sharpness: float = 1.5) -> Drafter:
@@ -74,7 +74,10 @@ def make_drafter(method: str, block_size: int = 4, sharpness: float = 1.5) -> Dr
     draft = ToyModel(
         vocab_size=VOCAB, num_blocks=num_blocks, block_size=block_size, seed=3, blend=0.3, sharpness=sharpness
     )
-    drafter: Drafter = toy_drafter(draft, num_blocks=num_blocks, max_request_tokens=120, spelling=SPELLING)
+    on_device = method == "draft_model_on_device"
+    drafter: Drafter = toy_drafter(
+        draft, num_blocks=num_blocks, max_request_tokens=120, spelling=SPELLING, on_device=on_device
+    )
     return FirstOf(GrammarDrafter(), drafter, source="grammar") if method == "draft_model_small_pool" else drafter
 
 

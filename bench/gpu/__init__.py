@@ -1,0 +1,1 @@
+"""`paceline bench gpu`: checks and measures the GPU path on one device."""

@@ -1,0 +1,167 @@
+"""A target and a draft without files: random weights, and a draft that agrees with the target at a planted rate.
+
+Owns the two models and the draft's link to the engine of this process. The draft is the lower layers of the target. The
+target's upper layers are scaled down: the smaller they are, the more often both choose the same token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.gpu.lab import Lab
+from engine.checkpoint.model_config import ModelConfig
+from engine.core.block_pool import BlockPool
+from engine.core.step import DeviceDrafts
+from engine.draft.architectures import PlainArchitecture
+from engine.draft.messages import DraftRequestRow, DraftResponse
+from engine.draft.proposer import OnDevice, Proposer
+from engine.draft.remote import RemoteDrafter
+from engine.model.collectives import Solo
+from engine.model.decoder import Decoder, DecoderWeights, Layer, dense_mlp
+from engine.model.device import Compute
+from engine.model.layers import GatedMlp, PlainLinear, RmsNorm
+from engine.model.runner import ModelRunner
+from engine.sampling.staging import to_device, to_host
+
+SHAPE_8B: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "max_position_embeddings": 131_072,
+    "rope_theta": 500_000.0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+SHAPE_DRY = SHAPE_8B | {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+UPPER_SCALE = 0.05
+"""Factor of what the target's upper layers add to the residual."""
+MAX_TOKENS = 4096
+"""Committed tokens of one draft request."""
+
+
+def planted_pair(lab: Lab, *, scale: float = UPPER_SCALE) -> tuple[Decoder, Decoder]:
+    """A target in the shape of an 8B model, and a draft of its lower eighth."""
+    config = ModelConfig.parse(lab.pick(SHAPE_8B, SHAPE_DRY))
+    dtype = lab.pick(torch.bfloat16, torch.float32)
+    generator = torch.Generator(lab.device).manual_seed(0)
+
+    def weight(rows: int, columns: int, factor: float = 1.0) -> torch.Tensor:
+        values = torch.randn(rows, columns, generator=generator, device=lab.device, dtype=torch.float32)
+        return values.mul_(factor * columns**-0.5).to(dtype)
+
+    hidden, inner = config.hidden_size, config.intermediate_size
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    num_lower = max(1, config.num_layers // 8)
+
+    def norm() -> RmsNorm:
+        return RmsNorm(torch.ones(hidden, dtype=dtype, device=lab.device), config.rms_norm_eps)
+
+    def layer(index: int) -> Layer:
+        factor = 1.0 if index < num_lower else scale
+        return Layer(
+            input_norm=norm(),
+            qkv=PlainLinear(weight(heads + 2 * kv_heads, hidden)),
+            q_norm=None,
+            k_norm=None,
+            o=PlainLinear(weight(hidden, heads, factor)),
+            mlp_norm=norm(),
+            mlp=GatedMlp(
+                PlainLinear(weight(inner, hidden)),
+                PlainLinear(weight(inner, hidden)),
+                PlainLinear(weight(hidden, inner, factor)),
+            ),
+        )
+
+    with torch.inference_mode():
+        layers = tuple(layer(index) for index in range(config.num_layers))
+        embedding, head = (
+            weight(config.vocab_size, hidden) * hidden**0.5,
+            PlainLinear(weight(config.vocab_size, hidden)),
+        )
+        weights = DecoderWeights(embedding, layers, norm(), head, None)
+    small = replace(config, num_layers=num_lower)
+    return _decoder(lab, config, weights, dtype), _decoder(
+        lab, small, replace(weights, layers=layers[:num_lower]), dtype
+    )
+
+
+def _decoder(lab: Lab, config: ModelConfig, weights: DecoderWeights, dtype: torch.dtype) -> Decoder:
+    attention = {0: lab.attention(config.num_heads // config.num_kv_heads, dtype)}
+    compute = Compute(dtype, lab.device, "torch")
+    return Decoder(config, weights, compute, collectives=Solo(), attention=attention, feature_layers=())
+
+
+def weight_bytes(decoder: Decoder) -> int:
+    """Bytes that a forward of few rows reads: all layers and the head."""
+    weights = decoder._weights
+    mlps = [dense_mlp(each) for each in weights.layers]
+    linears = [part for each in weights.layers for part in (each.qkv, each.o)]
+    linears += [part for mlp in mlps for part in (mlp.gate, mlp.up, mlp.down)]
+    return sum(part.weight.nbytes for part in [*linears, weights.head] if isinstance(part, PlainLinear))
+
+
+class LocalLink:
+    """The link of a draft in this process, on the device of the target: what the draft buffer is between two.
+
+    Args:
+        lab: gives the device.
+        proposer: the draft.
+        max_rows, max_k: limits of a draft request.
+        vocab: columns of the draft's probabilities.
+    """
+
+    features = None
+
+    def __init__(self, lab: Lab, proposer: Proposer, *, max_rows: int, max_k: int, vocab: int) -> None:
+        self._proposer = proposer
+        self.probs = torch.zeros(max_rows, max_k, vocab, device=lab.device)
+        ids = torch.zeros(max_rows, max_k, dtype=torch.int32, device=lab.device)
+        confidences = torch.zeros(max_rows, max_k, device=lab.device)
+        new_tokens = torch.zeros(MAX_TOKENS, dtype=torch.int32, device=lab.device)
+        self._on_device = OnDevice(ids, confidences, new_tokens, to_host)
+        self._seq = 0
+
+    def drafted(self, num_rows: int) -> DeviceDrafts:
+        on_device = self._on_device
+        return DeviceDrafts(
+            on_device.token_ids[:num_rows].long(), on_device.confidences[:num_rows], self.probs[:num_rows]
+        )
+
+    def ask(self, rows: Sequence[DraftRequestRow], released: Sequence[int] = (), *, deadline_s: float) -> DraftResponse:
+        del deadline_s  # A draft in this process cannot be silent.
+        begin = time.perf_counter()
+        tokens = np.array([token for row in rows for token in row.new_tokens], dtype=np.int32)
+        (staged,) = to_device([tokens], self.probs.device)
+        self._on_device.new_tokens[: len(tokens)].copy_(staged)
+        found = self._proposer.propose(rows, released, self.probs, None, self._on_device)
+        self._seq += 1
+        return DraftResponse(1, self._seq, found, time.perf_counter() - begin)
+
+    def close(self) -> None:
+        """Do nothing: the draft is in this process."""
+
+
+def local_drafter(lab: Lab, draft: Decoder, *, num_blocks: int, max_rows: int, max_k: int) -> RemoteDrafter:
+    """A drafter with its draft in this process."""
+    runner = ModelRunner(draft, num_blocks=num_blocks, block_size=lab.block_size)
+    pool = BlockPool(num_blocks, lab.block_size, prefix_cache=False)
+    proposer = Proposer(PlainArchitecture(runner.forward), pool, vocab=None, max_model_len=num_blocks * lab.block_size)
+    drafter = RemoteDrafter(max_request_tokens=MAX_TOKENS, max_released=max_rows, deadline_s=60.0, on_down=print)
+    drafter.attach(LocalLink(lab, proposer, max_rows=max_rows, max_k=max_k, vocab=draft.logit_width))
+    return drafter

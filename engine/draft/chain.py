@@ -1,0 +1,168 @@
+"""Drafting K positions on the device without a read in between: the fast twin of the loop in `engine.draft.proposer`.
+
+Owns the order of operations. Every row drafts all of its K positions; the host then reads tokens and confidences once
+and cuts each row where the loop would have stopped it. Later positions see the penalties of the committed tokens only,
+and no grammar: a mask depends on the token before, which the host does not know. Such a token is drafted from the
+distribution that is reported for it, so the output stays exact; it is only accepted less often.
+
+    position      0                  1                  2
+    logits        committed forward  forward of t0      forward of t1
+    grammar       masked             not masked         not masked
+    device        t0, confidence     t1, confidence     t2, confidence      one read of all of them
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.core.packing import SpanRows, pack_spans
+from engine.draft.architectures import Architecture, Outputs
+from engine.draft.sequence import Drafting
+from engine.sampling.distribution import Purpose, draw, gumbel, most_likely, stream_seed, warp
+from engine.sampling.logits_processor import BatchLogitsProcessor, Columns
+from engine.sampling.staging import to_device
+
+Read = Callable[[Sequence[torch.Tensor]], list[npt.NDArray[Any]]]
+"""Copies int32, int64 and float32 tensors to the host. The host waits once."""
+
+
+class Chooser:
+    """Chooses one token per row from logits, and keeps what the target needs to verify it.
+
+    Args:
+        vocab: [draft_vocab] int64 target token id of each column; None when column i is token i.
+    """
+
+    def __init__(self, vocab: torch.Tensor | None) -> None:
+        self._vocab = vocab
+
+    def choose(
+        self, rows: Sequence[Drafting], logits: torch.Tensor, probs: torch.Tensor, *, depth: int, num_ahead: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw the tokens. Sampled rows write their distribution to `probs`.
+
+        Args:
+            rows: what is drafted for.
+            logits: [len(rows), draft_vocab] float32.
+            probs: [max_rows, max_k, draft_vocab] of the draft buffer.
+            depth: number of tokens drafted before this one.
+            num_ahead: number of those that the sequences do not have yet.
+
+        Returns:
+            [len(rows)] int64 target token ids, and [len(rows)] float32 confidences.
+        """
+        columns = most_likely(logits)
+        confidences = logits.softmax(dim=-1).amax(dim=-1)
+        sampled = [index for index, row in enumerate(rows) if not row.sampling.greedy]
+        if sampled:
+            told = [place for place, each in enumerate(sampled) if rows[each].samples_from_q]
+            places = [rows[sampled[place]].row_index for place in told]
+            index, told_index, told_places = to_device(
+                [np.array(values, dtype=np.int64) for values in (sampled, told, places)], logits.device
+            )
+            q = warp(logits.index_select(0, index), [rows[each].sampling for each in sampled])
+            if told:
+                probs[:, depth].index_copy_(0, told_places, q.index_select(0, told_index))
+            ids = self._vocab if self._vocab is not None else torch.arange(logits.shape[-1], device=logits.device)
+            drawn = draw(q, gumbel([_draw_seed(rows[each], num_ahead) for each in sampled], ids))
+            columns = columns.index_copy(0, index, drawn)
+        return columns if self._vocab is None else self._vocab[columns], confidences
+
+
+def _draw_seed(row: Drafting, num_ahead: int) -> int:
+    purpose = Purpose.TOKEN if row.sampling.coupled else Purpose.DRAFT
+    position = len(row.sequence.tokens) + num_ahead
+    return stream_seed(row.sampling.stream_key, position, purpose, row.sampling.attempt)
+
+
+def draft_chain(
+    architecture: Architecture,
+    chooser: Chooser,
+    rows: Sequence[Drafting],
+    outputs: Outputs,
+    probs: torch.Tensor,
+    token_ids: torch.Tensor,
+    confidences: torch.Tensor,
+    *,
+    columns: Columns | None,
+    block_size: int,
+) -> None:
+    """Queue the whole chain. Nothing is read.
+
+    Args:
+        architecture: the draft's model.
+        chooser: draws the tokens.
+        rows: with k > 0, in the order of `outputs`; their KV slots are reserved.
+        outputs: of the committed forward.
+        probs: [max_rows, max_k, draft_vocab], written at [row_index, position].
+        token_ids: [max_rows, max_k] int32, written likewise.
+        confidences: [max_rows, max_k] float32, written likewise; NaN where no column is allowed.
+        columns: mapping of a reduced vocabulary, for logits processors.
+        block_size: tokens per KV block.
+    """
+    live, places = list(rows), _buffer_rows(rows, outputs.logits.device)
+    for depth in range(max(row.k for row in rows)):
+        _process(live, outputs.logits, columns, depth)
+        chosen, certain = chooser.choose(live, outputs.logits, probs, depth=depth, num_ahead=depth)
+        token_ids[:, depth].index_copy_(0, places, chosen.to(token_ids.dtype))
+        confidences[:, depth].index_copy_(0, places, certain)
+        following = [index for index, row in enumerate(live) if row.k > depth + 1]
+        if not following:
+            return
+        hidden = outputs.select(following).previous_hidden
+        if len(following) < len(live):
+            live = [live[index] for index in following]
+            places = _buffer_rows(live, places.device)
+        spans = [_next_span(row, depth, place) for row, place in zip(live, following, strict=True)]
+        outputs = architecture.compute_drafted(pack_spans(spans, block_size, chosen), hidden)
+
+
+def _buffer_rows(rows: Sequence[Drafting], device: torch.device) -> torch.Tensor:
+    """[len(rows)] int64 row of each in the draft buffer."""
+    (places,) = to_device([np.array([row.row_index for row in rows], dtype=np.int64)], device)
+    return places
+
+
+def _process(rows: Sequence[Drafting], logits: torch.Tensor, columns: Columns | None, depth: int) -> None:
+    batch_processor = BatchLogitsProcessor(columns)
+    for index, row in enumerate(rows):
+        processor = row.sequence.logits_processor
+        if processor is not None and depth == 0:
+            batch_processor.add(index, processor)
+        elif processor is not None:
+            batch_processor.add_ahead(index, processor, depth)
+    batch_processor.apply(logits)
+
+
+def _next_span(row: Drafting, depth: int, place: int) -> SpanRows:
+    """The row of a forward over the token drafted last, which only the device knows."""
+    sequence = row.sequence
+    start = len(sequence.positions)
+    position = len(sequence.tokens) + depth
+    sequence.positions.append(position)
+    return SpanRows((0,), start, sequence.block_ids, 1, (position,), places=(place,))
+
+
+def settle(row: Drafting, token_ids: Sequence[int], confidences: Sequence[float]) -> None:
+    """Give a row the tokens that the chain drafted for it, up to where the loop would have stopped.
+
+    Args:
+        row: its sequence ends with the committed tokens; its KV slots are those of the chain.
+        token_ids: at least k target token ids.
+        confidences: of those; NaN where no column was allowed.
+    """
+    for token, confidence in zip(token_ids[: row.k], confidences[: row.k], strict=True):
+        if math.isnan(confidence):
+            break
+        row.append(token, confidence)
+        if not row.continues:
+            break
+    sequence = row.sequence
+    del sequence.positions[bisect_left(sequence.positions, len(sequence.tokens)) :]

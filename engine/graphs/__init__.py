@@ -1,0 +1,1 @@
+"""Forwards as CUDA graphs: one replay instead of hundreds of launches."""

@@ -1,0 +1,287 @@
+"""A model's forward with a CUDA graph per bucket; the eager forward is its slow twin and computes everything else.
+
+Owns the static memory of each recorded forward: pinned host memory that one copy brings to the device, the tensors that
+the recording reads, and those that it writes. None is ever allocated again. Rows that pad a bucket write to the scratch
+block, and nothing reads what they compute. `Capture` is injected, so that tests replay without a GPU.
+
+    host     fill the pinned memory (tokens, positions, slots, lengths, block tables)
+    device   copy it | copy drafted ids | replay: gather ids, broadcast, layers, logits, arg max -> static results
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.core.step import ForwardInput, ForwardResult
+from engine.errors import ConfigError
+from engine.graphs.buckets import Bucket, find_bucket
+from engine.model.attention_varlen import PagedSpans
+from engine.model.decoder import Decoder, Inputs, LayerCache, with_device_tokens
+from engine.model.runner import ModelRunner
+from engine.sampling.staging import DTYPES
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+class Capture(Protocol):
+    """Records what a function queues, after running it once."""
+
+    def __call__(self, compute: Callable[[], None]) -> Callable[[], None]:
+        """What queues the same work again, on the same memory."""
+        ...
+
+
+class CudaCapture:
+    """Records CUDA graphs that share one memory pool.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __call__(self, compute: Callable[[], None]) -> Callable[[], None]:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            compute()  # Loads kernels and makes workspaces, which a recording must not.
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            compute()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """An input of the first layer that is not the embedding of the tokens alone."""
+
+    width: int
+    """Numbers per row that it takes besides the token."""
+    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """[N, hidden_size] from [N] int64 token ids and [N, width] in the model's dtype."""
+
+
+class GraphedForward:
+    """The forward of one shard.
+
+    Args:
+        runner: the model and its cache; also computes what no bucket holds.
+        buckets: sizes to record.
+        capture: records them.
+        max_kv: longest sequence in tokens.
+        max_ids: most token ids of `ForwardInput.device_tokens`.
+        embedding: input of the first layer; None takes the embeddings of the tokens.
+
+    Raises:
+        ConfigError: the model has experts, which a graph cannot choose.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        buckets: Sequence[Bucket],
+        capture: Capture,
+        *,
+        max_kv: int,
+        max_ids: int,
+        embedding: Embedding | None = None,
+    ) -> None:
+        if not isinstance(runner.model, Decoder):
+            raise TypeError("only PyTorch's decoder can be recorded")
+        if runner.model.config.experts is not None:
+            raise ConfigError("engine.cuda_graphs: a model with experts cannot be recorded; allowed: off")
+        self._runner = runner
+        self.buckets = tuple(buckets)
+        model, rows = runner.model, max(bucket.rows for bucket in buckets)
+        width = len(model.feature_layers) * model.config.hidden_size
+        with torch.inference_mode():
+            leads = model.shard.rank == 0
+            shared = _Shared(
+                ids=torch.zeros(max_ids, dtype=torch.int64, device=model.device),
+                logits=torch.zeros(rows, model.logit_width, device=model.device) if leads else None,
+                most_likely=torch.zeros(rows, dtype=torch.int64, device=model.device) if leads else None,
+                hidden=torch.zeros(rows, width, dtype=model.dtype, device=model.device) if width else None,
+                extra=torch.zeros(rows, embedding.width, dtype=model.dtype, device=model.device) if embedding else None,
+                embedding=embedding,
+            )
+            self._recorded = {
+                bucket: _Recorded(model, runner.caches, bucket, shared, max_kv=max_kv) for bucket in self.buckets
+            }
+            for bucket in self.buckets:
+                self._recorded[bucket].record(capture)
+
+    @torch.inference_mode()
+    def forward(self, forward_input: ForwardInput) -> ForwardResult:
+        """As `ModelRunner.forward`. The results hold until the next call."""
+        bucket = find_bucket(self.buckets, forward_input)
+        if bucket is None:
+            return self._runner.forward(forward_input)
+        return self._recorded[bucket].replay(forward_input)
+
+    @torch.inference_mode()
+    def embedded(self, forward_input: ForwardInput, extra: torch.Tensor) -> ForwardResult | None:
+        """`forward` with the input of the first layer made from the tokens and [N, width] `extra`.
+
+        Returns:
+            None if no bucket holds the forward.
+        """
+        bucket = find_bucket(self.buckets, forward_input)
+        return None if bucket is None else self._recorded[bucket].replay(forward_input, extra)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """Static memory of all recordings; each uses the first rows."""
+
+    ids: torch.Tensor
+    """[max_ids] int64 ids that the host does not know."""
+    logits: torch.Tensor | None
+    """[rows, vocab] float32 result on rank 0."""
+    most_likely: torch.Tensor | None
+    """[rows] int64 result on rank 0."""
+    hidden: torch.Tensor | None
+    """[rows, feature width] result."""
+    extra: torch.Tensor | None
+    """[rows, width] input of `embedding`."""
+    embedding: Embedding | None
+
+
+class _Recorded:
+    """The static memory and the recording of one bucket."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        caches: list[LayerCache],
+        bucket: Bucket,
+        shared: _Shared,
+        *,
+        max_kv: int,
+    ) -> None:
+        self._model = model
+        self._caches = caches
+        self._bucket = bucket
+        self._shared = shared
+        block_size = caches[0].keys.shape[1]
+        width = -(-max_kv // block_size)
+        sizes: dict[str, tuple[tuple[int, ...], str]] = {
+            **dict.fromkeys(("token_ids", "places", "positions", "slots"), ((bucket.rows,), "int64")),
+            **dict.fromkeys(("cu_q", "cu_kv"), ((bucket.spans + 1,), "int32")),
+            "kv_lens": ((bucket.spans,), "int32"),
+            "block_tables": ((bucket.spans, width), "int32"),
+        }
+        self._host, self._device, self._arrays, tensors = _static(sizes, model.device)
+        self._token_ids, self._places = tensors["token_ids"], tensors["places"]
+        spans = PagedSpans(
+            *(tensors["cu_q"], tensors["cu_kv"], tensors["kv_lens"], tensors["block_tables"]),
+            max_q=bucket.max_q,
+            max_kv=width * block_size,
+        )
+        self._inputs = Inputs(
+            token_ids=self._token_ids,
+            positions=tensors["positions"],
+            slots=tensors["slots"],
+            logit_rows=torch.arange(bucket.rows, device=model.device),
+            attention=dict.fromkeys(model.config.windows or (0,), spans),
+        )
+        self._replay: Callable[[], None] = lambda: None
+
+    def record(self, capture: Capture) -> None:
+        """Record the forward, with padding only."""
+        empty = np.zeros(0, dtype=np.int32)
+        _fill(self._arrays, ForwardInput(*(empty,) * 5, np.zeros((0, 0), dtype=np.int32), empty), self._bucket)
+        self._device.copy_(self._host, non_blocking=True)
+        self._replay = capture(self._compute)
+
+    def replay(self, forward_input: ForwardInput, extra: torch.Tensor | None = None) -> ForwardResult:
+        num_rows, shared = len(forward_input.token_ids), self._shared
+        _fill(self._arrays, forward_input, self._bucket)
+        self._device.copy_(self._host, non_blocking=True)
+        known = forward_input.device_tokens
+        if known is not None:
+            shared.ids[: len(known.ids)].copy_(known.ids)
+        if extra is not None and shared.extra is not None:
+            shared.extra[:num_rows].copy_(extra)
+        self._replay()
+        return ForwardResult(
+            logits=None if shared.logits is None else shared.logits[:num_rows],
+            hidden=None if shared.hidden is None else shared.hidden[:num_rows],
+            most_likely=None if shared.most_likely is None else shared.most_likely[:num_rows],
+        )
+
+    def _compute(self) -> None:
+        """What is recorded: no branch depends on a value, no memory is copied from the host."""
+        rows, shared = self._bucket.rows, self._shared
+        self._token_ids.copy_(with_device_tokens(self._token_ids, shared.ids, self._places))
+        self._model.share_tokens(self._token_ids)
+        first = None
+        if shared.embedding is not None and shared.extra is not None:
+            first = shared.embedding.compute(self._token_ids, shared.extra[:rows])
+        result = self._model.compute(self._inputs, self._caches, first)
+        if shared.logits is not None and shared.most_likely is not None and result.logits is not None:
+            shared.logits[:rows].copy_(result.logits)
+            shared.most_likely[:rows].copy_(result.logits.argmax(dim=-1))
+        if shared.hidden is not None and result.hidden is not None:
+            shared.hidden[:rows].copy_(result.hidden)
+
+
+def _static(
+    sizes: dict[str, tuple[tuple[int, ...], str]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, Arrays, dict[str, torch.Tensor]]:
+    """Host memory and device memory of the same layout, with the arrays and the tensors in them."""
+    places: dict[str, tuple[int, int]] = {}
+    total = 0
+    for name, (shape, dtype) in sizes.items():
+        num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        places[name] = (total, total + num_bytes)
+        total += -(-num_bytes // 16) * 16
+    host = torch.zeros(total, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    memory = torch.zeros(total, dtype=torch.uint8, device=device)
+    numbers = host.numpy()
+    arrays, tensors = {}, {}
+    for name, (shape, dtype) in sizes.items():
+        start, end = places[name]
+        arrays[name] = numbers[start:end].view(dtype).reshape(shape)
+        tensors[name] = memory[start:end].view(DTYPES[dtype]).view(shape)
+    return host, memory, arrays, tensors
+
+
+def _fill(arrays: Arrays, forward_input: ForwardInput, bucket: Bucket) -> None:
+    """Write a forward and its padding. Padding rows have token 0, position 0 and KV slot 0, in the scratch block.
+
+    Each span that pads the bucket takes one padding row and attends to slot 0. Further padding rows belong to no span.
+    """
+    num_rows, num_spans = len(forward_input.token_ids), len(forward_input.q_lens)
+    for name, values in (
+        ("token_ids", forward_input.token_ids),
+        ("positions", forward_input.positions),
+        ("slots", forward_input.slots),
+    ):
+        arrays[name][:num_rows] = values
+        arrays[name][num_rows:] = 0
+    arrays["places"][:] = -1
+    if forward_input.device_tokens is not None:
+        arrays["places"][:num_rows] = forward_input.device_tokens.places
+    num_padding = min(bucket.spans - num_spans, bucket.rows - num_rows)
+    q_lens = np.zeros(bucket.spans, dtype=np.int32)
+    q_lens[:num_spans] = forward_input.q_lens
+    q_lens[num_spans : num_spans + num_padding] = 1
+    kv_lens = arrays["kv_lens"]
+    kv_lens[:num_spans] = forward_input.kv_lens
+    kv_lens[num_spans:] = q_lens[num_spans:]
+    for name, lengths in (("cu_q", q_lens), ("cu_kv", kv_lens)):
+        arrays[name][0] = 0
+        np.cumsum(lengths, out=arrays[name][1:])
+    tables = arrays["block_tables"]
+    width = min(forward_input.block_tables.shape[1], tables.shape[1])
+    tables[:] = 0
+    tables[:num_spans, :width] = forward_input.block_tables[:, :width]
