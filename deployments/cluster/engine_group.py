@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import ray
 from ray.util.placement_group import PlacementGroup
@@ -39,6 +39,7 @@ from engine.metrics.labels import SCALING_REASONS
 from engine.threads import threads_per_shard
 from engine.workers.shard_ready import ShardReady
 
+T = TypeVar("T")
 METRICS_TIMEOUT_S = 1.0
 PATIENCE_S = 30.0
 
@@ -169,14 +170,7 @@ class EngineGroup:
     async def replica_load(self) -> ReplicaLoad | None:
         """Load and expected time per token; None while no target serves or its shard 0 does not respond."""
         target = self._targets.serving
-        if target is None:
-            return None
-        try:
-            async with asyncio.timeout(self._metrics_timeout_s):
-                load: ReplicaLoad = await target.rank0.replica_load.remote()
-        except (ray.exceptions.RayError, TimeoutError):
-            return None
-        return load
+        return None if target is None else await self._in_time(target.rank0.replica_load.remote())
 
     async def metrics(self) -> MetricSnapshot:
         """The metrics of all processes of the group. A shard 0 that does not respond counts with its last snapshot."""
@@ -198,19 +192,21 @@ class EngineGroup:
     async def _read_target(self) -> MetricSnapshot:
         target = self._targets.serving
         if target is not None:
-            with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
-                async with asyncio.timeout(self._metrics_timeout_s):
-                    self._target_metrics = await target.rank0.metrics.remote()
+            self._target_metrics = await self._in_time(target.rank0.metrics.remote()) or self._target_metrics
         return self._target_metrics
 
     async def _read_draft(self) -> MetricSnapshot:
         if self._draft is None or not self._draft.is_up:
             return MetricSnapshot()
+        return await self._in_time(self._draft.metrics()) or MetricSnapshot()
+
+    async def _in_time(self, reply: Awaitable[T]) -> T | None:
+        """The reply of a process; None if it is dead or does not respond in time."""
         try:
             async with asyncio.timeout(self._metrics_timeout_s):
-                return await self._draft.metrics()
+                return await reply
         except (ray.exceptions.RayError, TimeoutError):
-            return MetricSnapshot()
+            return None
 
     async def _count_replicas(self, counters: MetricCounters) -> None:
         """Enter the last known decision on the number of replicas."""
@@ -317,10 +313,6 @@ def engine_group_on_ray(
 
 
 def _draft_options(settings: AppSettings) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "runtime_env": {"env_vars": device_env(threads_per_shard(settings.engine))},
-        "max_concurrency": 4,  # `run` occupies one thread until the draft ends
-    }
-    if settings.engine.device == "cuda":
-        options["num_gpus"] = settings.draft_gpu_fraction
-    return options
+    env = {"env_vars": device_env(threads_per_shard(settings.engine))}
+    gpu = {"num_gpus": settings.draft_gpu_fraction} if settings.engine.device == "cuda" else {}
+    return {"runtime_env": env, "max_concurrency": 4, **gpu}  # `run` occupies one thread until the draft ends

@@ -251,7 +251,7 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import PreTrainedTokenizerFast  # takes a second, and `deployments.app` is imported without need
 
     if (folder / "tokenizer.json").is_file():
-        return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+        return PreTrainedTokenizerFast.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
