@@ -30,8 +30,6 @@ from engine.messages import SamplingParams, Submit
 from engine.sampling.distribution import Purpose, draw, gumbel, stream_seed, warp
 from engine.sampling.row_sampling import RowSampling
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 VOCAB = 5
 ODDS = 1e-6
 NUM_TOKENS = 4

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-import pytest
 from fakes import RandomPacer, ToyEngine, ToyModel, toy_drafter
 from fuzzing import sample
 from hypothesis import strategies as st
@@ -20,8 +19,6 @@ from toy_requests import prompts
 from engine.core.drafter import Drafter, NoDrafter
 from engine.draft.ngram import NgramDrafter
 from engine.messages import SamplingParams, SpeculativeOptions, Submit
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCAB = 7
 MAX_MODEL_LEN = 32

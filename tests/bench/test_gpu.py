@@ -11,8 +11,6 @@ import pytest
 from bench.gpu.run import SECTIONS, gpu
 from engine.errors import ConfigError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def options(folder: Path, **changes: object) -> argparse.Namespace:
     values = {"dry_run": True, "minutes": 5.0, "out": folder / "gpu.json", "plot": folder / "gpu.png"}

@@ -27,7 +27,6 @@ from deployments.engine_client import Health
 from deployments.http.app import build_api
 from deployments.text.tokenizer import TextCodec
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 T = TypeVar("T")
 OPENED = "{% if add_generation_prompt %}<think>\n{% endif %}{# </think> #}"
 WRITTEN = "{# <think> </think> #}"

@@ -22,8 +22,6 @@ from engine.workers.bring_up import bring_up_locally
 from engine.workers.draft_worker import DraftWorker
 from engine.workers.target_shard import TargetShard
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -33,8 +33,6 @@ from engine.workers.leader import Leader
 from engine.workers.shard_ready import ShardReady
 from engine.workers.target_shard import TargetShard
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class FailingShard(TargetShard):
     """A shard that fails after `life` forwards."""

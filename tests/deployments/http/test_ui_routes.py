@@ -222,7 +222,6 @@ def test_a_trace_belongs_to_a_stream_of_steps(extra: dict[str, Any]) -> None:
     assert error_of(response)["param"] == "speculative.trace"
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("k", [0, 1, 4])
 def test_the_engine_names_the_origin_of_each_token(k: int) -> None:
     target = ToyModel(vocab_size=7)

@@ -27,8 +27,6 @@ from engine.errors import ConfigError
 from engine.model.load import load_model
 from engine.model.runner import ModelRunner
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 TOLERANCE = 1e-4
 MODULE = "model.layers.1.mlp.down_proj"
 

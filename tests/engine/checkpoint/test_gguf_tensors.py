@@ -25,8 +25,6 @@ from engine.errors import ConfigError
 from engine.model.load import load_model
 from engine.model.runner import ModelRunner
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 TOLERANCE = 1e-4
 
 

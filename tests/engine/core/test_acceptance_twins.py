@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,8 +18,6 @@ from engine.core.verifier import accept_or_reject
 from engine.messages import SamplingParams, Submit
 from engine.sampling.logits_processor import LogitsProcessor
 from engine.sampling.penalties import TokenOptions
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCAB = 300
 SAMPLINGS = st.builds(

@@ -24,8 +24,6 @@ from engine.draft.ngram import NgramDrafter
 from engine.errors import ConfigError, ShardDown
 from engine.messages import SamplingParams, SpeculativeOptions, Submit
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 VOCAB = 7
 METHODS = ("none", "ngram", "draft_model", "draft_model_reduced", "draft_model_small_pool", "draft_model+lookup")
 

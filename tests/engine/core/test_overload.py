@@ -9,15 +9,12 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-import pytest
 from fakes import FixedPacer, ToyEngine, ToyModel
 
 from deployments.http.admission import Admission, Client, Ticket
 from engine.core.drafter import NoDrafter
 from engine.errors import QueueFull
 from engine.messages import Priority, SamplingParams, Submit
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 RUNNING, WAITING, TOKENS = 8, 8, 10
 CAPACITY = RUNNING / (TOKENS + 1)

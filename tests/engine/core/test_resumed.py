@@ -18,7 +18,6 @@ from statistic import p_value
 from engine.core.drafter import NoDrafter
 from engine.messages import SamplingParams, Submit
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 VOCAB = 7
 
 

@@ -17,8 +17,6 @@ from engine.errors import EngineError
 from engine.model.load import LoadedDraft, load_draft
 from engine.model.runner import ModelRunner
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 BLOCK = 16
 
 

@@ -26,8 +26,6 @@ from engine.draft.messages import DraftRequestRow, DraftResponse
 from engine.errors import DraftDown
 from engine.messages import SamplingParams, Submit
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 VOCAB = 7
 ORDER = 3
 

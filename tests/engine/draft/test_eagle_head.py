@@ -32,8 +32,6 @@ from engine.errors import ConfigError
 from engine.messages import SamplingParams, Submit
 from engine.model.load import load_draft
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

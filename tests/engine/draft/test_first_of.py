@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 from fakes import FixedPacer, ToyEngine, ToyModel
 
 from engine.core.drafter import empty_rows
@@ -13,8 +12,6 @@ from engine.core.step import Batch, Draft, DraftRow, Span, Verdict
 from engine.draft.first_of import FirstOf
 from engine.draft.ngram import NgramDrafter
 from engine.messages import SamplingParams, Submit
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class RecordingDrafter:

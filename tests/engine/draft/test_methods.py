@@ -13,7 +13,6 @@ from engine.draft.adversarial import WrongDrafter
 from engine.draft.methods import make_drafter
 from engine.messages import SamplingParams, Submit
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 VOCAB = 5
 REPEATING, NEW = [1, 2, 3, 1, 2], [4, 0, 1]
 """The first text has a match for prompt lookup, the second has none."""

@@ -25,8 +25,6 @@ from engine.draft.proposer import Proposer
 from engine.messages import SamplingParams, Submit
 from engine.sampling.row_sampling import RowSampling
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 VOCAB, MAX_K = 7, 6
 ODDS = 1e-6
 SAMPLINGS = [RowSampling(0.0, 1.0, 1, 0, False), RowSampling(0.9, 0.8, 5, 3, False), RowSampling(1.0, 1.0, 5, 0, True)]

@@ -14,8 +14,6 @@ from engine.messages import GrammarSpec
 from engine.sampling.penalties import TokenOptions
 from engine.sampling.row_sampling import RowSampling
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 VOCAB, BLOCK, MAX_K = 7, 4, 6
 GREEDY = RowSampling(0.0, 1.0, 1, 1, False)
 

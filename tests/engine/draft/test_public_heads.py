@@ -21,8 +21,6 @@ from engine.errors import ConfigError
 from engine.messages import SamplingParams, Submit
 from engine.model.load import load_draft
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NUM_LAYERS = 8
 REDUCED = torch.arange(2, VOCAB, 2)
 WHOLE = torch.arange(VOCAB)

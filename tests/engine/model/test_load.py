@@ -18,8 +18,6 @@ from engine.model.device import Compute
 from engine.model.load import LoadProgress, load_draft, load_model
 from engine.model.shard_weights import Loader
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_float32_is_computed_by_pytorch_and_native_kernels_are_refused(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "llama", "llama")

@@ -16,8 +16,6 @@ from engine.sampling.logits_processor import BatchLogitsProcessor, Columns, Logi
 from engine.sampling.penalties import TokenOptions
 from engine.sampling.row_sampling import RowSampling
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 JUST_BELOW_ONE = 1 - 2**-24
 HALVES = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
 """Logits whose probabilities are exact in float32."""

@@ -32,8 +32,6 @@ from engine.sampling.logits_processor import BatchLogitsProcessor, Columns, Logi
 from engine.sampling.penalties import TokenOptions
 from engine.sampling.row_sampling import RowSampling
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 VOCAB = 7
 ODDS = 1e-6
 REGEX = GrammarSpec(kind="regex", text="(ab|c){1,3}a?")

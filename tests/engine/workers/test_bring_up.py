@@ -16,8 +16,6 @@ from engine.workers.bring_up import LocalShard, bring_up, bring_up_locally
 from engine.workers.shard_ready import ShardReady
 from engine.workers.target_shard import TargetShard
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SPEC = ForwardRingSpec(max_rows=8, max_spans=2, max_blocks_per_span=4)
 
 

@@ -19,8 +19,6 @@ from tiny_models import VOCAB, write_model
 
 from engine.messages import SamplingParams, Submit
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NUM_TOKENS = 40
 WINDOW = 20
 

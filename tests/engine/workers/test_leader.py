@@ -36,8 +36,6 @@ from engine.workers.bring_up import bring_up_locally
 from engine.workers.leader import Leader
 from engine.workers.target_shard import TargetShard
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 GREEDY = Submit(request_id="r", prompt=(5, 6, 7), sampling=SamplingParams(temperature=0.0, max_tokens=4))
 LONG = Submit(request_id="r", prompt=(5,), sampling=SamplingParams(temperature=0.0, max_tokens=500))
 
