@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from itertools import pairwise
 from pathlib import Path
-from types import FrameType
 
 import pytest
+from call_count import counted_calls
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -213,19 +212,11 @@ def test_streaming_a_token_costs_the_same_at_any_length() -> None:
     """Counted in function calls: with four stop strings about 65, in a long text as in a short one."""
     ids = FAST.encode("the quick brown fox jumps over the lazy dog " * 50)
     stream = TextStream(FAST.detokenizer(), ["nowhere", "to be", "found", "at all"])
-    num_calls, after = 0, []
-
-    def count(frame: FrameType, event: str, arg: object) -> None:
-        nonlocal num_calls
-        num_calls += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
+    after = []
+    with counted_calls() as calls:
         for token_id in ids:
             stream.push((token_id,), is_last=False)
-            after.append(num_calls)
-    finally:
-        sys.setprofile(None)
+            after.append(calls.num)
     half = len(ids) // 2
     assert after[-1] - after[half] <= 1.05 * after[half]
     assert after[-1] / len(ids) < 100
