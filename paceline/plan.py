@@ -146,7 +146,7 @@ def _of_this_cpu(options: argparse.Namespace, traffic: Traffic) -> Plan:
 
 def _measured(folder: Path, draft: str | None) -> CostTable | None:
     """The newest cost table of a model on this CPU, with this draft; with any or none where `draft` is None."""
-    from autoscale.policy.profiling import newest_table
+    from autoscale.profiling.table_cache import newest_table
     from engine.checkpoint.store import cache_folder
 
     def fits(identity: dict[str, str]) -> bool:

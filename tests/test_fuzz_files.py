@@ -28,12 +28,12 @@ from deployments.http.keys import KeyRing
 from deployments.local.yaml_config import DEFAULT_FILE, check, load
 from deployments.settings import LiveSettings
 from engine.checkpoint.draft_check import check_draft
-from engine.checkpoint.gguf_convert import describe
-from engine.checkpoint.gguf_file import GGUFFile
-from engine.checkpoint.gguf_tensors import GGUFTensors
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights import WeightFiles
 from engine.errors import ConfigError
+from engine.gguf.convert import describe
+from engine.gguf.file import GGUFFile
+from engine.gguf.tensors import GGUFTensors
 
 VALUES = yaml.safe_load(DEFAULT_FILE.read_text())
 SCALARS = st.one_of(

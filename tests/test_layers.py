@@ -34,10 +34,10 @@ LAYERS = {
         "model metrics ipc",
         "core kernels",
         "sampling checkpoint threads",
-        "messages config",
+        "messages config gguf",
         "errors",
     ),
-    "autoscale": ("control", "replicas simulation", "policy"),
+    "autoscale": ("control", "replicas simulation", "profiling", "policy"),
     "deployments": (
         "app settings_page",
         "replica local fleet",

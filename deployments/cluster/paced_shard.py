@@ -19,7 +19,8 @@ from autoscale.control.step_metrics import StepRecorder
 from autoscale.policy.cost_model import CostTable
 from autoscale.policy.goodput import make_goodput
 from autoscale.policy.policies import PolicyPacer
-from autoscale.policy.profiling import TableCache, profile_draft, profile_target, still_holds
+from autoscale.profiling.profile import profile_draft, profile_target, still_holds
+from autoscale.profiling.table_cache import TableCache
 from autoscale.replicas.decision import ReplicaLoad
 from autoscale.replicas.tpot_estimate import TpotEstimate
 from engine.core.pacing import PlanSlot
@@ -153,7 +154,7 @@ def cost_identity(shard: TargetShard) -> dict[str, str]:
         "gpu": gpu_name(shard.device),
         "dtype": config.dtype,
         "kernel": type(shard.runner.model).__name__,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "shards": str(config.tensor_parallel_size),
         "threads": str(threads_per_shard(config)),
         "block_size": str(config.kv_block_size),

@@ -15,10 +15,11 @@ from deployments.local import machine
 from deployments.local.ports import check_port
 from deployments.local.ray_head import OBJECT_STORE_BYTES, TEMPORARY
 from deployments.settings import AppSettings
-from engine.checkpoint.model_config import GGUF_FILE, INDEX_FILE, SINGLE_FILE, ModelConfig
+from engine.checkpoint.model_config import INDEX_FILE, SINGLE_FILE, ModelConfig
 from engine.checkpoint.store import EMBEDDED, cache_folder, check_cache, embedded_bytes_needed
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.gguf.convert import GGUF_FILE
 
 PROCESS_BYTES = 1_500_000_000
 """Memory of Ray, Serve, the controller and one replica, without models."""

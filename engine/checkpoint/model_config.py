@@ -34,8 +34,6 @@ SINGLE_FILE = "model.safetensors"
 """Weights of a model that fit into one file."""
 INDEX_FILE = "model.safetensors.index.json"
 """Names the files of a model whose weights lie in several."""
-GGUF_FILE = "model.gguf"
-"""The link to the GGUF file of a model that has no safetensors."""
 Architecture = Literal["draft_model", "eagle"]
 ARCHITECTURES: tuple[str, ...] = get_args(Architecture)
 SHARED_EMBEDDING = "shared with the target"

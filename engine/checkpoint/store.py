@@ -22,9 +22,10 @@ from rich.console import Console
 from rich.progress import Progress
 from safetensors import SafetensorError
 
-from engine.checkpoint.model_config import GGUF_FILE, INDEX_FILE, SINGLE_FILE
+from engine.checkpoint.model_config import INDEX_FILE, SINGLE_FILE
 from engine.checkpoint.package_file import PackageFile
 from engine.errors import ConfigError
+from engine.gguf.convert import GGUF_FILE
 
 EMBEDDED = "smollm2"
 """Alias of the default model, SmolLM2-135M-Instruct."""
@@ -96,7 +97,7 @@ def gguf_folder(source: Path, cache: Path) -> Path:
     if folder.is_dir():
         return folder
     try:
-        from engine.checkpoint.gguf_convert import link
+        from engine.gguf.convert import link
 
         cache.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=cache))
@@ -223,7 +224,7 @@ def convert_embedded(source: Path, cache: Path, *, progress: bool) -> Path:
 
 
 def _convert_into(source: Path, folder: Path, *, progress: bool) -> None:
-    from engine.checkpoint.gguf_convert import convert
+    from engine.gguf.convert import convert
 
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:

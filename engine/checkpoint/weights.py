@@ -18,10 +18,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.checkpoint.dequantize import IGNORED, dequantise, is_quantised
-from engine.checkpoint.gguf_tensors import GGUFTensors
-from engine.checkpoint.model_config import GGUF_FILE, INDEX_FILE, SINGLE_FILE, ModelConfig
+from engine.checkpoint.model_config import INDEX_FILE, SINGLE_FILE, ModelConfig
 from engine.checkpoint.quantization import Quantization
 from engine.errors import ConfigError
+from engine.gguf.convert import GGUF_FILE
+from engine.gguf.tensors import GGUFTensors
 
 SCALE_SUFFIX = ".int8_scale"
 """Suffix of the tensor with the float32 scale of each row of an int8 tensor."""

@@ -93,7 +93,7 @@ def tiny(folder: Path, family: str) -> tuple[ModelRunner, ModelRunner]:
     varlen_contract.register()
     model = load_model(write_model(folder / "m", family), dtype=torch.bfloat16, kernel="reference")
     assert isinstance(model, Decoder)
-    model._attention = VarlenAttention(device=CPU)
+    model._attention = {0: VarlenAttention(device=CPU)}
     model.feature_layers = (0, 2)
     eager, graphed = (ModelRunner(model, num_blocks=40, block_size=CUDA_PAGE) for _ in range(2))
     return eager, graphed
@@ -160,7 +160,7 @@ def test_ids_on_the_device_are_gathered_by_the_recording(tmp_path: Path) -> None
 def test_drafted_tokens_of_a_recorded_eagle_draft_are_those_of_the_eager_one(tmp_path: Path) -> None:
     model = load_model(write_model(tmp_path / "m", "llama"), dtype=torch.float32, kernel="reference")
     assert isinstance(model, Decoder)
-    model._attention = SpanAttention(device=CPU)
+    model._attention = {0: SpanAttention(device=CPU)}
     model.feature_layers = (2,)
     size, generator = model.config.hidden_size, torch.Generator().manual_seed(1)
 

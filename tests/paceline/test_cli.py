@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from autoscale.policy.cost_model import BATCH_KNOTS, ROW_KNOTS, CostTable
-from autoscale.policy.profiling import TableCache
+from autoscale.profiling.table_cache import TableCache
 from autoscale.simulation.hardware import HARDWARE
 from autoscale.simulation.shapes import SHAPES
 from autoscale.simulation.simulator import WORKLOADS

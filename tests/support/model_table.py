@@ -24,7 +24,7 @@ from quantised_models import FORMATS, quantise  # noqa: E402
 from tiny_gguf import TOKENS  # noqa: E402
 from tiny_models import FAMILIES, VOCAB, reference_logits, run_cuts, write_model  # noqa: E402
 
-from engine.checkpoint.gguf_convert import link  # noqa: E402
+from engine.gguf.convert import link  # noqa: E402
 from engine.model.load import load_model  # noqa: E402
 from engine.model.runner import ModelRunner  # noqa: E402
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tiny_models import write_model
 
-from autoscale.policy.profiling import TableCache
+from autoscale.profiling.table_cache import TableCache
 from deployments.cluster.paced_shard import PacedShard, cost_identity
 from engine.config import EngineConfig
 from engine.core.pacing import SpeculationPlan

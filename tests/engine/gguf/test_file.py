@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_gguf import TOKENS, write_gguf
 
-from engine.checkpoint.gguf_file import GGUFFile
 from engine.checkpoint.store import convert_embedded
 from engine.errors import ConfigError
+from engine.gguf.file import GGUFFile
 from engine.model.load import load_model
 
 

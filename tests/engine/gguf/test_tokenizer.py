@@ -9,9 +9,9 @@ import pytest
 import transformers
 from gguf import GGUFWriter
 
-from engine.checkpoint.gguf_file import GGUFFile
-from engine.checkpoint.gguf_tokenizer import write_tokenizer
 from engine.errors import ConfigError
+from engine.gguf.file import GGUFFile
+from engine.gguf.tokenizer import write_tokenizer
 
 TEXTS = ("abc ab", "  a  bb\n\nc", "it's 12345, ab!", "a\tb ab", "cab'LL  ")
 _BYTES = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -92,7 +92,7 @@ def test_byte_level_ids_are_those_of_transformers(tmp_path: Path, pre: str) -> N
 
 def test_the_rules_differ() -> None:
     """The test above can fail: three digits are one piece for Llama 3 and three for Qwen."""
-    from engine.checkpoint.gguf_tokenizer import _SPLITS
+    from engine.gguf.tokenizer import _SPLITS
 
     assert _SPLITS["llama-bpe"] != _SPLITS["qwen2"]
 

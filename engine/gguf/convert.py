@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from engine.checkpoint.gguf_file import GGUFFile
-from engine.checkpoint.gguf_tensors import ROPE_FACTORS, GGUFTensors, check_architecture, head_dim
-from engine.checkpoint.gguf_tokenizer import special_ids, write_tokenizer
-from engine.checkpoint.model_config import GGUF_FILE, SINGLE_FILE
 from engine.errors import ConfigError
+from engine.gguf.file import GGUFFile
+from engine.gguf.tensors import ROPE_FACTORS, GGUFTensors, check_architecture, head_dim
+from engine.gguf.tokenizer import special_ids, write_tokenizer
+
+GGUF_FILE = "model.gguf"
+"""The link to the GGUF file of a model that has no safetensors."""
+_WEIGHTS_FILE = "model.safetensors"
 
 _FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _KNOWN = {
@@ -49,7 +52,7 @@ def convert(source: Path, folder: Path, *, on_tensor: Callable[[int, int], None]
     for done, name in enumerate(file.keys(), start=1):
         tensors[name] = file.get_tensor(name).to(torch.bfloat16)
         on_tensor(done, len(file.keys()))
-    save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
+    save_file(tensors, folder / _WEIGHTS_FILE, metadata={"format": "pt"})
 
 
 def link(source: Path, folder: Path) -> None:

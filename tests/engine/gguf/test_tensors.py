@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from tiny_gguf import TOKENS
 from tiny_models import reference_logits, run_cuts
 
-from engine.checkpoint.gguf_convert import link
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.store import gguf_folder, resolve_model
 from engine.checkpoint.weights import WeightFiles
 from engine.errors import ConfigError
+from engine.gguf.convert import link
 from engine.model.load import load_model
 from engine.model.runner import ModelRunner
 

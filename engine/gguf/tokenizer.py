@@ -13,8 +13,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from engine.checkpoint.gguf_file import GGUFFile
 from engine.errors import ConfigError
+from engine.gguf.file import GGUFFile
 
 _NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6
 """Token types of the GGUF token list."""

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.checkpoint.gguf_file import GGUFFile
 from engine.errors import ConfigError
+from engine.gguf.file import GGUFFile
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 ROPE_FACTORS = "rope_freqs.weight"

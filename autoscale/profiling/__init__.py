@@ -1,0 +1,1 @@
+"""Costs of forwards and drafts, timed at start and kept on disk."""

@@ -1,0 +1,1 @@
+"""GGUF files: reading them, and folders made of them."""
