@@ -19,7 +19,7 @@ from engine.checkpoint.model_config import INDEX_FILE, SINGLE_FILE, ModelConfig
 from engine.checkpoint.store import EMBEDDED, cache_folder, check_cache, embedded_bytes_needed
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.gguf.convert import GGUF_FILE
+from engine.gguf import GGUF_FILE
 
 PROCESS_BYTES = 1_500_000_000
 """Memory of Ray, Serve, the controller and one replica, without models."""

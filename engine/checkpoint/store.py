@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from engine.checkpoint.model_config import INDEX_FILE, SINGLE_FILE
 from engine.checkpoint.package_file import PackageFile
 from engine.errors import ConfigError
-from engine.gguf.convert import GGUF_FILE
+from engine.gguf import GGUF_FILE
 
 EMBEDDED = "smollm2"
 """Alias of the default model, SmolLM2-135M-Instruct."""

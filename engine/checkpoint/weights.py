@@ -21,7 +21,7 @@ from engine.checkpoint.dequantize import IGNORED, dequantise, is_quantised
 from engine.checkpoint.model_config import INDEX_FILE, SINGLE_FILE, ModelConfig
 from engine.checkpoint.quantization import Quantization
 from engine.errors import ConfigError
-from engine.gguf.convert import GGUF_FILE
+from engine.gguf import GGUF_FILE
 from engine.gguf.tensors import GGUFTensors
 
 SCALE_SUFFIX = ".int8_scale"

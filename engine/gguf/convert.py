@@ -15,12 +15,11 @@ import torch
 from safetensors.torch import save_file
 
 from engine.errors import ConfigError
+from engine.gguf import GGUF_FILE
 from engine.gguf.file import GGUFFile
 from engine.gguf.tensors import ROPE_FACTORS, GGUFTensors, check_architecture, head_dim
 from engine.gguf.tokenizer import special_ids, write_tokenizer
 
-GGUF_FILE = "model.gguf"
-"""The link to the GGUF file of a model that has no safetensors."""
 _WEIGHTS_FILE = "model.safetensors"
 
 _FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}

@@ -86,7 +86,7 @@ def test_the_table_by_hand() -> None:
 def test_jobs_take_turns_and_run_seven_times_each() -> None:
     forward = ListedForward(lambda rows, turn: 0.001)
     forward.profile()
-    jobs = [*((rows, 32) for rows in ROWS), (8, 512)]
+    jobs = [(8, 32), (8, 512), *((rows, 32) for rows in ROWS if rows != 8)]
     assert [forward.job_of(each) for each in forward.inputs] == jobs * 7
 
 

@@ -238,7 +238,7 @@ def test_a_call_may_be_followed_by_nothing_but_eos() -> None:
     ],
 )
 def test_the_kind_of_a_forcing_grammar(form: Any, kind: str) -> None:
-    assert forcing_grammar(form, tools(*TOOLS), ToolChoice("required"), is_parallel=True).kind == kind
+    assert forcing_grammar(form, tools(*TOOLS), ToolChoice("required"), is_parallel=True, check=checked).kind == kind
 
 
 def test_a_tool_whose_schema_is_nested_too_deep_is_refused() -> None:
@@ -251,5 +251,5 @@ def test_a_tool_whose_schema_is_nested_too_deep_is_refused() -> None:
     }
     for form in ("llama3", "hermes"):
         with pytest.raises(InvalidRequest, match="nested deeper than 64") as caught:
-            forcing_grammar(form, tools(deep), ToolChoice("required"), is_parallel=True)  # type: ignore[arg-type]
+            forcing_grammar(form, tools(deep), ToolChoice("required"), is_parallel=True, check=checked)  # type: ignore[arg-type]
         assert caught.value.field == "tools"
