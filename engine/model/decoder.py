@@ -192,6 +192,10 @@ class Decoder:
             hidden = self._residual(layer.mlp, layer.mlp_norm(hidden), hidden, layer.output_norm)
             if index in self.feature_layers:
                 features.append(hidden)
+        return self._result(hidden, features, inputs)
+
+    def _result(self, hidden: torch.Tensor, features: list[torch.Tensor], inputs: Inputs) -> ForwardResult:
+        """The result of a forward from the output of the last layer and those of the feature layers."""
         return ForwardResult(
             logits=self._logits(hidden, inputs.logit_rows),
             hidden=torch.cat(features, dim=1) if features else None,

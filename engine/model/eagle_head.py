@@ -165,7 +165,4 @@ class Eagle3Decoder(Decoder):
             hidden = self._residual(layer.mlp, layer.mlp_norm(hidden), hidden, layer.output_norm)
             if index in self.feature_layers:
                 features.append(hidden)
-        return ForwardResult(
-            logits=self._logits(hidden, inputs.logit_rows),
-            hidden=torch.cat(features, dim=1) if features else None,
-        )
+        return self._result(hidden, features, inputs)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import CUDA, Recorder, fake_cuda
+from fake_steps import UNMASKED_MODES
 
 from engine.core.acceptance import AcceptanceKind
 from engine.core.request import Request
@@ -20,18 +21,6 @@ from engine.sampling.logits_processor import LogitsProcessor
 from engine.sampling.penalties import TokenOptions
 
 VOCAB = 128_256
-
-MODES: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "temperature": {"temperature": 1.0},
-    "top_p": {"temperature": 0.7, "top_p": 0.9},
-    "top_k and min_p": {"temperature": 0.7, "top_k": 40, "min_p": 0.05},
-    "seeded": {"temperature": 1.0, "top_p": 0.9, "seed": 1},
-    "penalties and bias": {"presence_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": ((7, 2.0),)},
-    "min_tokens": {"min_tokens": 9, "stop_token_ids": (2, 3)},
-    "logprobs": {"temperature": 0.0, "num_logprobs": 5},
-    "sampled logprobs": {"temperature": 1.0, "num_logprobs": 5, "num_prompt_logprobs": 3},
-}
 
 
 def verify(
@@ -65,25 +54,25 @@ def verify(
 
 @pytest.mark.parametrize("k", [0, 4])
 @pytest.mark.parametrize("num_requests", [1, 64])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", UNMASKED_MODES)
 def test_the_host_waits_once_per_step(mode: str, num_requests: int, k: int) -> None:
-    recorder = verify([MODES[mode]] * num_requests, k=k, from_q=False)
+    recorder = verify([UNMASKED_MODES[mode]] * num_requests, k=k, from_q=False)
     assert recorder.num_reads == 1, recorder.reads
 
 
 @pytest.mark.parametrize("vocab", [None, 32_000])
 def test_all_modes_mixed_in_one_step_wait_once(vocab: int | None) -> None:
-    recorder = verify(list(MODES.values()) * 7, k=4, from_q=True, vocab=vocab)
+    recorder = verify(list(UNMASKED_MODES.values()) * 7, k=4, from_q=True, vocab=vocab)
     assert recorder.num_reads == 1, recorder.reads
 
 
 @pytest.mark.parametrize(("mode", "k", "most"), [("greedy", 4, 12), ("temperature", 0, 60), ("temperature", 4, 81)])
 def test_the_number_of_launches_does_not_depend_on_the_batch(mode: str, k: int, most: int) -> None:
-    one, many = (verify([MODES[mode]] * num, k=k, from_q=True).num_launches for num in (1, 64))
+    one, many = (verify([UNMASKED_MODES[mode]] * num, k=k, from_q=True).num_launches for num in (1, 64))
     assert many <= one + 2
     assert many <= most
 
 
 def test_the_twin_reads_once_per_span_and_more() -> None:
     """The counter sees what it is meant to see."""
-    assert verify([MODES["temperature"]] * 64, k=0, from_q=False, acceptance="each").num_reads > 64
+    assert verify([UNMASKED_MODES["temperature"]] * 64, k=0, from_q=False, acceptance="each").num_reads > 64

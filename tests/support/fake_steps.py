@@ -33,7 +33,7 @@ from engine.sampling.row_sampling import RowSampling
 from engine.workers.target_shard import TargetShard
 
 K = 5
-MODES: dict[str, dict[str, Any]] = {
+UNMASKED_MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature": {"temperature": 1.0},
     "top_p": {"temperature": 0.7, "top_p": 0.9},
@@ -43,6 +43,9 @@ MODES: dict[str, dict[str, Any]] = {
     "min_tokens": {"min_tokens": 9, "stop_token_ids": (2, 3)},
     "logprobs": {"temperature": 0.0, "num_logprobs": 5},
     "sampled logprobs": {"temperature": 1.0, "num_logprobs": 5, "num_prompt_logprobs": 3},
+}
+"""Sampling parameters of every mode without a grammar."""
+MODES: dict[str, dict[str, Any]] = UNMASKED_MODES | {
     "grammar": {"temperature": 0.0, "grammar": GrammarSpec(kind="regex", text="[ab]+")},
     "sampled grammar": {"temperature": 0.8, "grammar": GrammarSpec(kind="regex", text="[ab]+"), "min_tokens": 3},
 }
