@@ -1,6 +1,6 @@
 """The native decoder against its slow twin and against itself.
 
-Promise: as close to float32 as PyTorch's bfloat16, for every family. The bits of a row do not depend on the other rows
+Promise: as close to float32 as PyTorch's bfloat16, for every family that it computes. The bits of a row do not depend on the other rows
 of the forward, on chunks or on the number of threads, so verifying several drafted tokens at once gives exactly the
 logits of one at a time.
 """
@@ -35,6 +35,15 @@ from engine.model.runner import ModelRunner
 
 SIZES = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 64, "num_attention_heads": 6}
 NUM_BLOCKS = 120
+BEYOND_LLAMA = {
+    "mistral-window": "sliding windows",
+    "qwen3-window": "sliding windows",
+    "gemma3_text": "sliding windows",
+    "phi3": "sliding windows",
+    "mixtral": "experts",
+    "qwen3_moe": "experts",
+}
+"""Families that only the PyTorch kernels compute, and the first reason."""
 
 
 def native_runner(folder: Path, *, threads: int = 2, **options: object) -> ModelRunner:
@@ -49,7 +58,7 @@ def native_runner(folder: Path, *, threads: int = 2, **options: object) -> Model
 
 
 @needs_library
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in BEYOND_LLAMA])
 def test_is_as_close_to_float32_as_the_slow_twin(tmp_path: Path, family: str) -> None:
     folder = write_model(tmp_path, family, **{**SIZES, "head_dim": 128 if family == "mistral" else 64})
     rng = random.Random(family)
@@ -63,6 +72,14 @@ def test_is_as_close_to_float32_as_the_slow_twin(tmp_path: Path, family: str) ->
     for mine, theirs, right in zip(ours, slow, exact, strict=True):
         assert mine.shape == right.shape
         assert (mine - right).abs().mean() < 1.1 * (theirs - right).abs().mean()
+
+
+@pytest.mark.parametrize("family", BEYOND_LLAMA)
+def test_a_family_that_it_does_not_compute_is_refused_by_name(tmp_path: Path, family: str) -> None:
+    folder = write_model(tmp_path, family, **SIZES)
+    with pytest.raises(ConfigError, match=f"kernel: native given, but it does not compute {BEYOND_LLAMA[family]}"):
+        load_model(folder, kernel="native")
+    assert not isinstance(load_model(folder), NativeDecoder)
 
 
 @needs_library
