@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
+from msgspec.structs import replace
 
-from engine.core.step import Batch, DeviceTokens, Draft, ForwardInput, ForwardResult, Span
+from engine.core.step import Batch, DeviceTokens, Draft, ForwardInput, ForwardResult, Span, TreeMask
+from engine.core.tree import ancestor_masks, branches, depths
 
 if TYPE_CHECKING:  # only a type here, as in `engine.core.step`
     import torch
@@ -40,15 +42,25 @@ class SpanRows(Struct, frozen=True, gc=False):
     places: Sequence[int] | None = None
     """Place of each row's token among the ids on the device; -1 where `token_ids` has it. None: all are in
     `token_ids`."""
+    num_tree_slots: int = 0
+    """KV slots at the end of the span, after its last row included, that belong to a tree; 0 for a chain."""
+    ancestors: Sequence[int] = ()
+    """Bits of the ancestors of each of the last rows in the tree; rows before them are outside of it."""
 
 
-def pack_spans(spans: Sequence[SpanRows], block_size: int, ids: torch.Tensor | None = None) -> ForwardInput:
+def pack_spans(
+    spans: Sequence[SpanRows],
+    block_size: int,
+    ids: torch.Tensor | None = None,
+    moves: Sequence[tuple[int, int]] = (),
+) -> ForwardInput:
     """Pack spans into one forward.
 
     Args:
         spans: at least one.
         block_size: tokens per KV block.
         ids: [M] int64 token ids on the device, which the spans' `places` count in; None if no span has any.
+        moves: KV slots that move before the forward: from, to.
     """
     q_lens = np.array([len(span.token_ids) for span in spans], dtype=np.int32)
     starts = np.array([span.start for span in spans], dtype=np.int32)
@@ -79,7 +91,17 @@ def pack_spans(spans: Sequence[SpanRows], block_size: int, ids: torch.Tensor | N
         logit_rows=np.array(logit_rows, dtype=np.int32),
         device_tokens=device_tokens,
         tokens_from_rank_0=device_tokens is not None,
+        tree=_tree_mask(spans, q_lens) if any(span.num_tree_slots for span in spans) else None,
+        moves=np.array(moves, dtype=np.int32) if moves else None,
     )
+
+
+def _tree_mask(spans: Sequence[SpanRows], q_lens: npt.NDArray[np.int32]) -> TreeMask:
+    ancestors = np.zeros(int(q_lens.sum()), dtype=np.uint64)
+    for span, stop in zip(spans, np.cumsum(q_lens).tolist(), strict=True):
+        if span.ancestors:
+            ancestors[stop - len(span.ancestors) : stop] = span.ancestors
+    return TreeMask(np.array([span.num_tree_slots for span in spans], dtype=np.int32), ancestors)
 
 
 def _places(span: SpanRows) -> npt.NDArray[np.int64]:
@@ -92,10 +114,16 @@ def _positions(span: SpanRows) -> Sequence[int]:
     return range(span.start, span.start + len(span.token_ids)) if span.positions is None else span.positions
 
 
-def pack_step(batch: Batch, draft: Draft, block_size: int) -> ForwardInput:
+def pack_step(batch: Batch, draft: Draft, block_size: int, moves: Sequence[tuple[int, int]] = ()) -> ForwardInput:
     """Pack the target's forward of one step: for each span its committed tokens, then its draft tokens.
 
     The rows with logits end the span: first those that score prompt tokens, then those that yield tokens.
+
+    Args:
+        batch: its spans.
+        draft: their drafts.
+        block_size: tokens per KV block.
+        moves: KV slots that move before the forward: from, to.
     """
     spans = []
     on_device = draft.on_device
@@ -108,9 +136,19 @@ def pack_step(batch: Batch, draft: Draft, block_size: int) -> ForwardInput:
             first = row.device_row * on_device.token_ids.shape[1]
             places = (*((-1,) * len(committed)), *range(first, first + row.num_on_device))
             drafted = (0,) * row.num_on_device
-        block_ids = span.request.block_ids
-        spans.append(SpanRows([*committed, *drafted], span.start, block_ids, num_logits, places=places))
-    return pack_spans(spans, block_size, None if on_device is None else on_device.token_ids.view(-1))
+        rows = SpanRows([*committed, *drafted], span.start, span.request.block_ids, num_logits, places=places)
+        if branches(row.parents):
+            rows = replace(
+                rows,
+                positions=[
+                    *range(span.start, span.start + span.num_tokens),
+                    *(span.start + span.num_tokens + depth for depth in depths(row.parents)),
+                ],
+                num_tree_slots=row.num_tokens,
+                ancestors=ancestor_masks(row.parents),
+            )
+        spans.append(rows)
+    return pack_spans(spans, block_size, None if on_device is None else on_device.token_ids.view(-1), moves)
 
 
 def prompt_rows(span: Span) -> range:

@@ -86,7 +86,8 @@ class DraftRow(Struct, frozen=True, gc=False):
     """Target token ids: at most span.k of them from the method, at most span.max_lookup_k from another source. Empty if
     only the device has them (`num_on_device`)."""
     probs: torch.Tensor | None = None
-    """[len(token_ids), draft_vocab] float32, the distribution each token was drawn from; None: all are one-hot."""
+    """[len(token_ids), draft_vocab] float32, the distribution each token was drawn from; None: all are one-hot. The
+    children of a node are drawn from one distribution without replacement, and the row of the first one has it."""
     confidences: tuple[float, ...] = ()
     """The draft's largest probability at each position; empty for methods without probabilities."""
     reason: KReason = "plan"
@@ -95,8 +96,11 @@ class DraftRow(Struct, frozen=True, gc=False):
     """What drafted the tokens."""
     match_len: int = 0
     """Length in tokens of the match that prompt lookup found, counted up to MAX_MATCH_LEN; 0 for other sources."""
+    parents: tuple[int, ...] = ()
+    """Index of each node's parent among the tokens, -1 for the last committed token; see `engine.core.tree`. Empty for
+    a chain."""
     num_on_device: int = 0
-    """Draft tokens in row `device_row` of `Draft.on_device`; 0 if `token_ids` has them."""
+    """Draft tokens in row `device_row` of `Draft.on_device`, always a chain; 0 if `token_ids` has them."""
     device_row: int = 0
     """Row of this draft in `Draft.on_device`, where `num_on_device` is not 0."""
 
@@ -141,6 +145,8 @@ class RowVerdict(Struct, frozen=True, gc=False):
     """Accepted draft tokens, then one more token; empty for a prefill chunk that does not sample."""
     num_accepted: int = 0
     """Number of accepted draft tokens."""
+    path: tuple[int, ...] = ()
+    """[num_accepted] the accepted nodes of a draft with branches, from the root on; empty for a chain."""
     last: EmittedKind | None = None
     """Origin of the final token: `recovered` after a rejection, `bonus` after a fully accepted draft, `plain` without a
     draft; None if the span does not sample."""
@@ -183,17 +189,30 @@ class DeviceTokens(Struct, frozen=True, gc=False):
     """[N] index into `ids` of each row's token; -1 where `ForwardInput.token_ids` has the token."""
 
 
+class TreeMask(Struct, frozen=True, gc=False):
+    """Which rows attend to which KV slots, where drafts branch. The tree of span s is its last num_slots[s] KV slots.
+
+    A row in a tree attends to all slots before the tree, and to slot j of the tree if bit j of its word is set. A row
+    before the tree attends to the slots up to its own, as without a tree.
+    """
+
+    num_slots: npt.NDArray[np.int32]
+    """[S] KV slots of each span's tree, at most 64; 0 for a span without one."""
+    ancestors: npt.NDArray[np.uint64]
+    """[N] the bits of each row's ancestors in its span's tree and of the row itself; 0 for a row outside of trees."""
+
+
 class ForwardInput(Struct, frozen=True, gc=False):
     """The integers of one forward over S spans with N rows in all.
 
     Prefill, decode and verification have the same form: the rows of span s are the last q_lens[s] of its kv_lens[s]
-    tokens.
+    KV slots.
     """
 
     token_ids: npt.NDArray[np.int32]
     """[N] token of each row, span after span."""
     positions: npt.NDArray[np.int32]
-    """[N] position of each row in its request."""
+    """[N] position of each row in its request. In a tree it grows with the depth."""
     slots: npt.NDArray[np.int32]
     """[N] KV slot that each row writes: block_id * block_size + offset."""
     q_lens: npt.NDArray[np.int32]
@@ -208,6 +227,11 @@ class ForwardInput(Struct, frozen=True, gc=False):
     """Tokens that only the device knows. On rank 0; it does not travel to other ranks."""
     tokens_from_rank_0: bool = False
     """Whether rank 0 sends the token ids to the other ranks on the device, because `token_ids` lacks some."""
+    tree: TreeMask | None = None
+    """Who attends to whom in drafts that branch; None where every span is a chain."""
+    moves: npt.NDArray[np.int32] | None = None
+    """[M, 2] KV slots whose content moves before anything is written: from, to. The moves of one request are in
+    ascending order and never overwrite a slot that a later one reads. None for no move."""
 
 
 class ForwardResult(Struct, frozen=True, gc=False):

@@ -49,12 +49,12 @@ def row_sizes(buckets: Sequence[Bucket]) -> tuple[int, ...]:
 
 
 def find_bucket(buckets: Sequence[Bucket], forward_input: ForwardInput) -> Bucket | None:
-    """The smallest bucket that holds a forward; None if it is larger than all, or has rows without logits.
+    """The smallest bucket that holds a forward; None if it is larger than all, has rows without logits, or branches.
 
     Every rank finds the same one, because it depends on sizes only.
     """
     num_rows, num_spans = len(forward_input.token_ids), len(forward_input.q_lens)
-    if num_rows == 0 or len(forward_input.logit_rows) != num_rows:
+    if num_rows == 0 or len(forward_input.logit_rows) != num_rows or forward_input.tree is not None:
         return None
     max_q = int(np.max(forward_input.q_lens))
     fitting = [

@@ -125,6 +125,7 @@ class GraphedForward:
         bucket = find_bucket(self.buckets, forward_input)
         if bucket is None:
             return self._runner.forward(forward_input)
+        self._runner.move(forward_input)
         return self._recorded[bucket].replay(forward_input)
 
     @torch.inference_mode()

@@ -3,7 +3,8 @@
 Owns the layout. Knows neither processes nor waiting (`engine.ipc.forward_broadcast`).
 
     words    0 .. 7 magic, version, capacities | 16 sent | 24, 32, ... read, one cache line per receiver
-    slots    [num_slots] of: 8 words (seq, kind, step id, 4 counts, tokens from rank 0), then the arrays as int32
+    slots    [num_slots] of: 16 words (seq, kind, step id, 4 counts, tokens from rank 0, moves, whether there is a
+             tree), then the arrays as int32
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engine.core.step import ForwardInput
+from engine.core.step import ForwardInput, TreeMask
 from engine.errors import ConfigError, ShardDown
 
-RING_VERSION = 2
+RING_VERSION = 3
 _MAGIC = int.from_bytes(b"paceplan", "little")
 _SENT, _READ, _LINE = 16, 24, 8
 _KIND_FORWARD, _KIND_END = 1, 2
-_SLOT_WORDS = 8
+_SLOT_WORDS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ class ForwardRingSpec:
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot, a multiple of the cache line."""
-        num_values = 4 * self.max_rows + self.max_spans * (2 + self.max_blocks_per_span)
+        # Per row: token, position, slot, logit row, ancestors of two words, and a move of two.
+        num_values = 8 * self.max_rows + self.max_spans * (3 + self.max_blocks_per_span)
         return 8 * _SLOT_WORDS + -(-4 * num_values // 64) * 64
 
 
@@ -119,12 +121,16 @@ class ForwardRing:
             ("logit rows", len(forward_input.logit_rows), spec.max_rows),
             ("spans", num_spans, spec.max_spans),
             ("blocks per span", width, spec.max_blocks_per_span),
+            ("moves", 0 if forward_input.moves is None else len(forward_input.moves), spec.max_rows),
         ):
             if given > allowed:
                 raise ValueError(f"forward input {name}: {given} given, allowed are {allowed}")
         lengths = [part.size for part in _arrays(forward_input)]
         if lengths[:5] != [len(forward_input.token_ids)] * 3 + [num_spans] * 2:
             raise ValueError(f"forward input: arrays of lengths {lengths} do not fit each other")
+        tree = forward_input.tree
+        if tree is not None and (len(tree.num_slots), len(tree.ancestors)) != (num_spans, len(forward_input.token_ids)):
+            raise ValueError("forward input: the tree does not fit the spans and rows")
         if any(part.dtype != np.int32 for part in _arrays(forward_input)):
             raise ValueError("forward input: every array must be of dtype int32")
 
@@ -132,9 +138,9 @@ class ForwardRing:
         """Fill the slot of `seq`, then store the sequence number. None marks the end: no step follows."""
         index = seq % self._spec.num_slots
         words = self._slot_words[index]
-        counts = (0, 0, 0, 0)
+        counts: tuple[int, ...] = (0,) * 7
         if forward_input is not None:
-            counts = (*forward_input.block_tables.shape, len(forward_input.token_ids), len(forward_input.logit_rows))
+            counts = _counts(forward_input)
             values, end = self._values[index], 0
             for part in _arrays(forward_input):
                 start, end = end, end + part.size
@@ -142,7 +148,6 @@ class ForwardRing:
         words[1], words[2] = _KIND_END if forward_input is None else _KIND_FORWARD, step_id
         for word, count in enumerate(counts, start=3):
             words[word] = count
-        words[7] = int(forward_input is not None and forward_input.tokens_from_rank_0)
         words[0] = seq
         # The sequence number is stored last, as one aligned 8-byte store, so that a receiver that sees it also sees the
         # slot (see `draft_buffer.control_block`).
@@ -158,24 +163,29 @@ class ForwardRing:
             ShardDown: the slot is corrupt, or belongs to another sequence number or ring.
         """
         index = seq % self._spec.num_slots
-        found, kind, step_id, num_spans, width, num_rows, num_logits, from_rank_0 = self._slot_words[index].tolist()
+        words = self._slot_words[index][:10].tolist()
+        found, kind, step_id, num_spans, width, num_rows, num_logits, from_rank_0, num_moves, has_tree = words
         if not self.has_expected_header() or found != seq or kind not in (_KIND_FORWARD, _KIND_END):
             raise ShardDown(f"forward input {seq} is corrupt: its slot has number {found}, kind {kind}")
         if kind == _KIND_END:
             return step_id, None
         spec = self._spec
-        bounds = (spec.max_spans, spec.max_blocks_per_span, spec.max_rows, spec.max_rows)
-        counts = (num_spans, width, num_rows, num_logits)
+        rows = spec.max_rows
+        bounds = (spec.max_spans, spec.max_blocks_per_span, rows, rows, 1, rows, 1)
+        counts = (num_spans, width, num_rows, num_logits, from_rank_0, num_moves, has_tree)
         if not all(0 <= count <= bound for count, bound in zip(counts, bounds, strict=True)):
             raise ShardDown(f"forward input {seq} is corrupt: counts {counts}, allowed are up to {bounds}")
         sizes = [num_rows, num_rows, num_rows, num_spans, num_spans, num_spans * width, num_logits]
+        sizes += [has_tree * num_spans, has_tree * 2 * num_rows, 2 * num_moves]
         values = self._values[index][: sum(sizes)].copy()
         parts = np.split(values, np.cumsum(sizes)[:-1])
         parts[5] = parts[5].reshape(num_spans, width)
-        token_ids, positions, slots, q_lens, kv_lens, block_tables, logit_rows = parts
+        token_ids, positions, slots, q_lens, kv_lens, block_tables, logit_rows, num_slots, ancestors, moves = parts
         return step_id, ForwardInput(
             *(token_ids, positions, slots, q_lens, kv_lens, block_tables, logit_rows),
             tokens_from_rank_0=bool(from_rank_0),
+            tree=TreeMask(num_slots, ancestors.copy().view(np.uint64)) if has_tree else None,
+            moves=moves.reshape(num_moves, 2) if num_moves else None,
         )
 
 
@@ -188,8 +198,20 @@ def ring_bytes(spec: ForwardRingSpec, num_receivers: int) -> int:
     return _header_bytes(num_receivers) + spec.num_slots * spec.slot_bytes
 
 
+def _counts(forward_input: ForwardInput) -> tuple[int, ...]:
+    """The words of a slot from the fourth on."""
+    num_spans, width = forward_input.block_tables.shape
+    return (
+        *(num_spans, width, len(forward_input.token_ids), len(forward_input.logit_rows)),
+        int(forward_input.tokens_from_rank_0),
+        0 if forward_input.moves is None else len(forward_input.moves),
+        int(forward_input.tree is not None),
+    )
+
+
 def _arrays(forward_input: ForwardInput) -> tuple[npt.NDArray[Any], ...]:
-    """The arrays of a forward input, in the order of its fields."""
+    """The arrays of a forward input, in the order of its fields; those of trees and moves only where it has any."""
+    tree, moves = forward_input.tree, forward_input.moves
     return (
         forward_input.token_ids,
         forward_input.positions,
@@ -198,4 +220,6 @@ def _arrays(forward_input: ForwardInput) -> tuple[npt.NDArray[Any], ...]:
         forward_input.kv_lens,
         forward_input.block_tables,
         forward_input.logit_rows,
+        *(() if tree is None else (tree.num_slots, tree.ancestors.view(np.int32))),
+        *(() if moves is None else (moves,)),
     )

@@ -7,6 +7,8 @@ computed once per forward (`prepare`), not per layer. Knows nothing of layers, w
     cache (one for K, one for V)   [num_blocks, block_size, num_kv_heads, head_dim]
     span s                         q_lens[s] rows, the last of its kv_lens[s] tokens; row j attends to
                                    tokens [0, kv_lens[s] - q_lens[s] + j], with a window to the last of them
+    tree of span s                 its last tree.num_slots[s] tokens; a row in it attends to the tokens before the tree
+                                   and to its ancestors, and a window counts along its path
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class Attention(Protocol):
         ...
 
     def attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, prepared: Any) -> torch.Tensor:
-        """Attention of each row over the tokens of its span up to its own position.
+        """Attention of each row over the tokens of its span up to its own position, in a tree over its ancestors.
 
         Args:
             query: [N, num_heads, head_dim]. Query head h reads KV head h // (num_heads / num_kv_heads).
@@ -95,15 +97,31 @@ class ReferenceAttention:
         group = num_heads // num_kv_heads
         out = torch.empty_like(query)
         row = 0
-        for q_len, kv_len, table in zip(prepared.q_lens, prepared.kv_lens, prepared.block_tables, strict=True):
+        for span, (q_len, kv_len, table) in enumerate(
+            zip(prepared.q_lens.tolist(), prepared.kv_lens.tolist(), prepared.block_tables, strict=True)
+        ):
             blocks = torch.from_numpy(table[: -(-kv_len // block_size)].astype(np.int64)).to(k_cache.device)
             keys = k_cache[blocks].flatten(0, 1).float()  # [tokens, num_kv_heads, head_dim]
             values = v_cache[blocks].flatten(0, 1).float()
             for j in range(q_len):
-                num_visible = kv_len - q_len + j + 1
-                first = max(0, num_visible - self._window) if self._window else 0
+                seen = self._seen(prepared, span, row, kv_len - q_len + j)
                 for head in range(num_heads):
-                    scores = keys[first:num_visible, head // group] @ query[row, head].float() / head_dim**0.5
-                    out[row, head] = (scores.softmax(0) @ values[first:num_visible, head // group]).to(out.dtype)
+                    scores = keys[seen, head // group] @ query[row, head].float() / head_dim**0.5
+                    out[row, head] = (scores.softmax(0) @ values[seen, head // group]).to(out.dtype)
                 row += 1
         return out.view(num_rows, num_heads * head_dim)
+
+    def _seen(self, forward_input: ForwardInput, span: int, row: int, slot: int) -> list[int]:
+        """Tokens of a span that one of its rows attends to, in the order of their positions.
+
+        Args:
+            slot: of the row within the span.
+        """
+        tree = forward_input.tree
+        seen = list(range(slot + 1))
+        if tree is not None:
+            first = int(forward_input.kv_lens[span] - tree.num_slots[span])
+            if slot >= first:
+                word = int(tree.ancestors[row])
+                seen = [*range(first), *(first + j for j in range(int(tree.num_slots[span])) if word >> j & 1)]
+        return seen[-self._window :]

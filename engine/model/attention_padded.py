@@ -6,6 +6,7 @@ Owns the grouping of spans and its cost in padding. The interface and the shape 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,42 @@ class _Group:
     """Whether it is a long span without earlier context, for plain causal attention."""
     folded: bool = True
     """Whether the query heads of one KV head are folded into rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """The rows of one span that are in its tree."""
+
+    span: int
+    """Index of the span in its group."""
+    first_row: int
+    """First row of the span that is in the tree."""
+    start: int
+    """First token of the tree in the span."""
+    bits: np.ndarray[Any, Any]
+    """[rows, 64] bool: whether a row attends to each token of the tree."""
+
+    def hidden(self, num_rows: int, kv_len: int, window: int) -> np.ndarray[Any, Any]:
+        """[num_rows, kv_len] whether a row does not attend to a token. Rows beyond those of the tree repeat the last.
+
+        Args:
+            num_rows: at least the rows of the tree.
+            kv_len: tokens of the group's longest span.
+            window: tokens that a row attends to, counted along its path; 0 means all.
+        """
+        later = self.bits[:, ::-1].cumsum(axis=1)[:, ::-1]  # tokens of the path from each one on
+        seen = self.bits & (later <= window) if window else self.bits
+        hidden = np.ones((len(seen), kv_len), dtype=bool)
+        width = min(seen.shape[1], kv_len - self.start)
+        hidden[:, self.start : self.start + width] = ~seen[:, :width]
+        before = np.arange(self.start)
+        hidden[:, : self.start] = (self.start - before + later[:, :1] > window) if window else False
+        return hidden[np.minimum(np.arange(num_rows), len(hidden) - 1)]
+
+
+def _bits(words: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """[len(words), 64] bool bits of 64-bit words, the lowest first."""
+    return (words[:, None] >> np.arange(64, dtype=np.uint64) & np.uint64(1)).astype(bool)
 
 
 class PaddedAttention:
@@ -118,8 +155,9 @@ class PaddedAttention:
         width = -(-kv_len // block_size)
         folded = q_len <= self.SHORT_SPAN
         is_cut = 0 < self._window < kv_len
-        causal = not folded and kv_len == q_len and not is_cut
-        full = bool((last_seen == kv_len - 1).all()) and not is_cut
+        trees = self._trees(forward_input, members, starts)
+        causal = not folded and kv_len == q_len and not is_cut and not trees
+        full = bool((last_seen == kv_len - 1).all()) and not is_cut and not trees
         return _Group(
             num_spans=len(members),
             q_len=q_len,
@@ -128,7 +166,7 @@ class PaddedAttention:
             rows=None if all_spans and uniform else self._index(rows),
             slots=None if uniform else self._index(np.flatnonzero(real)),
             targets=None if all_spans else self._index(rows[real]),
-            mask=None if causal or full else self._mask(last_seen, kv_len, self._group_size if folded else 1),
+            mask=None if causal or full else self._mask(last_seen, kv_len, self._group_size if folded else 1, trees),
             causal=causal,
             folded=folded,
         )
@@ -136,14 +174,34 @@ class PaddedAttention:
     def _index(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64).reshape(-1)).to(self._device)
 
-    def _mask(self, last_seen: np.ndarray[Any, Any], kv_len: int, repeats: int) -> torch.Tensor:
-        """[B, 1, Q * repeats, kv_len]: 0 where a row attends to a token, -inf elsewhere."""
-        limits = torch.from_numpy(np.repeat(last_seen.astype(np.int64), repeats, axis=1)).to(self._device)
-        tokens, last = torch.arange(kv_len, device=self._device), limits[:, None, :, None]
+    def _trees(self, forward_input: ForwardInput, members: list[int], starts: np.ndarray[Any, Any]) -> list[_Tree]:
+        """The trees of a group's spans."""
+        tree = forward_input.tree
+        if tree is None:
+            return []
+        found = []
+        for place, span in enumerate(members):
+            num_slots, q_len = int(tree.num_slots[span]), int(forward_input.q_lens[span])
+            if num_slots > 0:
+                first_row = max(0, q_len - num_slots)
+                words = tree.ancestors[starts[span] + first_row : starts[span] + q_len]
+                found.append(_Tree(place, first_row, int(forward_input.kv_lens[span]) - num_slots, _bits(words)))
+        return found
+
+    def _mask(self, last_seen: np.ndarray[Any, Any], kv_len: int, repeats: int, trees: Sequence[_Tree]) -> torch.Tensor:
+        """[B, 1, Q * repeats, kv_len]: 0 where a row attends to a token, -inf elsewhere.
+
+        Args:
+            last_seen: [B, Q] last token that each row attends to, without trees.
+        """
+        tokens, last = np.arange(kv_len), last_seen[:, :, None]
         hidden = tokens > last
         if self._window:
             hidden |= tokens <= last - self._window
-        return torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, float("-inf"))
+        for tree in trees:
+            hidden[tree.span, tree.first_row :] = tree.hidden(hidden.shape[1] - tree.first_row, kv_len, self._window)
+        repeated = torch.from_numpy(np.repeat(hidden, repeats, axis=1)).to(self._device).unsqueeze(1)
+        return torch.zeros(repeated.shape, dtype=self._dtype, device=self._device).masked_fill_(repeated, float("-inf"))
 
     def _attend_group(
         self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, group: _Group
@@ -187,7 +245,10 @@ def _without_old_blocks(forward_input: ForwardInput, window: int, block_size: in
 
     Attention depends on the distance between tokens only, so a span whose first blocks are left out is a shorter one.
     """
-    before = forward_input.kv_lens - forward_input.q_lens - window + 1
+    last_seen = forward_input.kv_lens - forward_input.q_lens  # of the row that looks back furthest
+    if forward_input.tree is not None:
+        last_seen = np.minimum(last_seen, forward_input.kv_lens - forward_input.tree.num_slots)
+    before = last_seen - window + 1
     first = np.maximum(before, 0) // block_size  # [S]
     width = forward_input.block_tables.shape[1]
     columns = np.minimum(first[:, None] + np.arange(width)[None, :], width - 1)

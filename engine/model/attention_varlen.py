@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from engine.core.step import ForwardInput
+from engine.errors import EngineError
 from engine.sampling.staging import to_device
 
 
@@ -57,6 +58,13 @@ class VarlenAttention:
         self._window = window
 
     def prepare(self, forward_input: ForwardInput, *, block_size: int) -> PagedSpans:
+        """As `Attention.prepare`.
+
+        Raises:
+            EngineError: the forward has a draft with branches, which this attention cannot mask.
+        """
+        if forward_input.tree is not None:
+            raise EngineError("paged flash attention has no tree mask; on cuda every draft must be a chain")
         max_kv = int(forward_input.kv_lens.max())
         cu_q, cu_kv, kv_lens, block_tables = to_device(
             [

@@ -205,6 +205,19 @@ class Decoder:
         hidden = F.embedding(token_ids, self._weights.embedding)
         return hidden if self.config.embedding_scale == 1.0 else hidden * self._embedding_scale
 
+    def move(self, moves: npt.NDArray[np.int32], caches: list[LayerCache]) -> None:
+        """Move the content of KV slots.
+
+        Args:
+            moves: [M, 2] KV slots from, to; see `ForwardInput.moves`.
+            caches: KV cache of each layer.
+        """
+        source, target = to_device([moves[:, 0].astype(np.int64), moves[:, 1].astype(np.int64)], self.device)
+        for cache in caches:
+            for values in (cache.keys, cache.values):
+                slots = values.view(-1, self.num_kv_heads * self.config.head_dim)
+                slots.index_copy_(0, target, slots.index_select(0, source))
+
     def share_tokens(self, token_ids: torch.Tensor) -> None:
         """Give every shard the token ids of rank 0, in place."""
         self._collectives.broadcast(token_ids)

@@ -12,6 +12,7 @@ import weakref
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.checkpoint.model_config import ModelConfig
@@ -115,17 +116,20 @@ class NativeDecoder:
         width = len(self.feature_layers) * self.config.hidden_size
         features = torch.empty(num_rows, width, dtype=torch.bfloat16) if width else None
         integers = [
-            np.ascontiguousarray(values, np.int32)
+            _contiguous(values, np.int32)
             for values in (
                 *(forward_input.token_ids, forward_input.slots, forward_input.q_lens, forward_input.kv_lens),
                 *(forward_input.block_tables, forward_input.logit_rows, self._feature_layers),
             )
         ]
+        tree = forward_input.tree
+        masks = [] if tree is None else [_contiguous(tree.num_slots, np.int32), _contiguous(tree.ancestors, np.uint64)]
         native = NativeForward(
             *(num_rows, len(forward_input.q_lens), forward_input.block_tables.shape[1], num_logits),
             caches[0].keys.shape[1],
             len(self.feature_layers),
             *(array.ctypes.data for array in integers),
+            *((array.ctypes.data for array in masks) if masks else (None, None)),
             *(cos.data_ptr(), sin.data_ptr()),
             *(ctypes.addressof(keys), ctypes.addressof(values)),
             embedded.data_ptr() if embedded is not None else None,
@@ -134,6 +138,14 @@ class NativeDecoder:
         )
         self._library.model_forward(self._model, ctypes.byref(native))
         return ForwardResult(logits=logits, hidden=features)
+
+    def move(self, moves: npt.NDArray[np.int32], caches: list[LayerCache]) -> None:
+        """As `Decoder.move`."""
+        keys, values = self._cache_addresses(caches)
+        integers = _contiguous(moves, np.int32)
+        self._library.model_move(
+            *(self._model, integers.ctypes.data, len(integers), ctypes.addressof(keys), ctypes.addressof(values))
+        )
 
     def _cache_addresses(self, caches: list[LayerCache]) -> tuple[Any, Any]:
         if self._addresses is None or self._addresses[0] is not caches:
@@ -180,6 +192,10 @@ class NativeDecoder:
         self._vectors.append(vector.float().contiguous())
         address: int = self._vectors[-1].data_ptr()
         return address
+
+
+def _contiguous(values: npt.NDArray[Any], dtype: type[np.generic]) -> npt.NDArray[Any]:
+    return np.ascontiguousarray(values, dtype)
 
 
 def _plain(linear: object) -> PlainLinear:

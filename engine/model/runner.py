@@ -55,7 +55,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, forward_input: ForwardInput) -> ForwardResult:
-        """Run one forward: write K and V of its rows into the cache, then attend, layer by layer.
+        """Run one forward: move KV slots, write K and V of its rows into the cache, then attend, layer by layer.
 
         Returns:
             Logits on rank 0, and the outputs of the tapped layers. The logits have `vocab_size` columns, or
@@ -64,7 +64,14 @@ class ModelRunner:
         Raises:
             ShardDown: a peer shard is gone.
         """
+        self.move(forward_input)
         return self.model.forward(forward_input, self.caches)
+
+    @torch.inference_mode()
+    def move(self, forward_input: ForwardInput) -> None:
+        """Apply the moves of a forward that something else will compute."""
+        if forward_input.moves is not None:
+            self.model.move(forward_input.moves, self.caches)
 
     def clear(self) -> None:
         """Set the cache to zeros and give its memory back, where it is host memory. No request may use it."""

@@ -130,9 +130,13 @@ def random_forward_input(step_id: int, spec: ForwardRingSpec) -> ForwardInput:
 
 
 def forward_inputs_equal(one: ForwardInput, other: ForwardInput) -> bool:
-    names = ForwardInput.__slots__
-    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names) and (
-        one.block_tables.shape == other.block_tables.shape
+    names = [name for name in ForwardInput.__slots__ if name != "tree"]
+    trees = [() if part.tree is None else (part.tree.num_slots, part.tree.ancestors) for part in (one, other)]
+    return (
+        all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)
+        and len(trees[0]) == len(trees[1])
+        and all(np.array_equal(mine, theirs) for mine, theirs in zip(*trees, strict=True))
+        and one.block_tables.shape == other.block_tables.shape
     )
 
 

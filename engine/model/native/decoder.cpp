@@ -4,6 +4,9 @@
 // cache. The residual stream is float32. The result of a row depends only on that row and its context, never on other
 // rows of the forward. Packed weights are in matrix.h, threads in pool.h.
 //
+// A row of a draft tree whose ancestors are not the slots right before it attends to copies of them in the order of its
+// path. So it has the bits that it would have as a row of a chain, and masks cost nothing elsewhere.
+//
 // K cache   [tokens / 16][G][D / 2][16][2] bfloat16: one load holds two dimensions of 16 tokens.
 // V cache   [tokens / 16][G][8][D][2] bfloat16: one load holds two tokens of 16 dimensions.
 
@@ -46,6 +49,8 @@ struct LayerWeights {
 struct NativeForward {
   int32_t num_rows, num_spans, table_width, num_logits, block_size, num_features;
   const int32_t *token_ids, *slots, *q_lens, *kv_lens, *block_tables, *logit_rows, *feature_layers;
+  const int32_t* tree_slots;  // [num_spans] last KV slots of a span that are its tree; null without trees
+  const uint64_t* ancestors;  // [num_rows] bits of a row's ancestors in the tree and of itself; null without trees
   const float *cos, *sin;  // [num_rows, head_dim / 2]
   bf16 *const *keys, *const *values;  // one of each per layer
   const bf16* embedded;  // [num_rows, hidden] input of the first layer; null takes the embeddings of token_ids
@@ -59,6 +64,12 @@ namespace {
 
 struct AttentionItem {
   int span, kv_head, first, count;  // query vectors first .. first + count - 1 of the span, row-major
+  uint64_t path;  // ancestors in the tree of the one row of all vectors, where these are not consecutive; else 0
+};
+
+struct Tail {  // K and V of one KV head that replace the cache from a tile of the span on
+  int first_tile, seen;
+  const bf16 *keys, *values;
 };
 
 template <class T>
@@ -76,9 +87,17 @@ struct Buffer {  // grows and never shrinks; its contents are lost when it grows
   }
 };
 
+// Copies one token of one KV head between lanes of two tiles.
+void copy_token(const bf16* from_keys, const bf16* from_values, int from, bf16* to_keys, bf16* to_values, int to, int dim) {
+  for (int i = 0; i < dim; i += 2) std::memcpy(to_keys + i * kLanes + to * 2, from_keys + i * kLanes + from * 2, 4);
+  const bf16* source = from_values + (from / 2) * dim * 2 + from % 2;
+  bf16* target = to_values + (to / 2) * dim * 2 + to % 2;
+  for (int i = 0; i < dim; ++i) target[2 * i] = source[2 * i];
+}
+
 struct Scratch {  // of one thread
   Buffer<float> scores;
-  Buffer<bf16> probs;
+  Buffer<bf16> probs, tail;
 };
 
 class Model {
@@ -91,6 +110,21 @@ class Model {
         head_(*head),
         pool_(shape.num_threads),
         scratch_(std::max(1, shape.num_threads)) {}
+
+  // Moves KV slots in order: moves[m] = from, to.
+  void move(const int32_t* moves, int count, bf16* const* keys, bf16* const* values) const {
+    const long size = static_cast<long>(shape_.head_dim) * kLanes;
+    for (int layer = 0; layer < shape_.num_layers; ++layer)
+      for (int m = 0; m < count; ++m) {
+        const int from = moves[2 * m], to = moves[2 * m + 1];
+        for (int head = 0; head < shape_.kv_heads; ++head) {
+          const long source = (static_cast<long>(from / kLanes) * shape_.kv_heads + head) * size;
+          const long target = (static_cast<long>(to / kLanes) * shape_.kv_heads + head) * size;
+          copy_token(keys[layer] + source, values[layer] + source, from % kLanes, keys[layer] + target,
+                     values[layer] + target, to % kLanes, shape_.head_dim);
+        }
+      }
+  }
 
   void forward(const NativeForward& input) {
     pool_.wake();
@@ -260,16 +294,59 @@ class Model {
   void split_attention(const NativeForward& input) {
     items_.clear();
     starts_.resize(input.num_spans);
-    const int fold = shape_.heads / shape_.kv_heads;
     int row = 0;
     for (int span = 0; span < input.num_spans; ++span) {
       starts_[span] = row;
       row += input.q_lens[span];
-      const int vectors = input.q_lens[span] * fold;
-      for (int first = 0; first < vectors; first += kQueries)
-        for (int head = 0; head < shape_.kv_heads; ++head)
-          items_.push_back({span, head, first, std::min(kQueries, vectors - first)});
+      if (!input.tree_slots || input.tree_slots[span] == 0) {
+        add_items(span, 0, input.q_lens[span], 0);
+        continue;
+      }
+      int first = 0;  // first row that has no item yet
+      for (int at = 0; at < input.q_lens[span]; ++at) {
+        const uint64_t path = input.ancestors[starts_[span] + at];
+        if ((path & (path + 1)) == 0) continue;  // the row sees the slots up to its own
+        add_items(span, first, at, 0);
+        add_items(span, at, at + 1, path);
+        first = at + 1;
+      }
+      add_items(span, first, input.q_lens[span], 0);
     }
+  }
+
+  void add_items(int span, int first_row, int end_row, uint64_t path) {
+    const int fold = shape_.heads / shape_.kv_heads, end = end_row * fold;
+    for (int first = first_row * fold; first < end; first += kQueries)
+      for (int head = 0; head < shape_.kv_heads; ++head)
+        items_.push_back({span, head, first, std::min(kQueries, end - first), path});
+  }
+
+  long cache_offset(const NativeForward& input, const AttentionItem& item, int tile) const {
+    const int32_t* table = input.block_tables + static_cast<long>(item.span) * input.table_width;
+    const int tiles_per_block = input.block_size / kLanes;
+    const long where = static_cast<long>(table[tile / tiles_per_block]) * tiles_per_block + tile % tiles_per_block;
+    return (where * shape_.kv_heads + item.kv_head) * shape_.head_dim * kLanes;
+  }
+
+  // Copies the K and V that a path sees from the first tile of the tree on, in the order of the path.
+  Tail copy_path(const NativeForward& input, const AttentionItem& item, const bf16* keys, const bf16* values, Scratch& scratch) {
+    const int dim = shape_.head_dim, root = input.kv_lens[item.span] - input.tree_slots[item.span];
+    const int first = root / kLanes, seen = root + __builtin_popcountll(item.path);
+    const long size = static_cast<long>(dim) * kLanes, tiles = (seen + kLanes - 1) / kLanes - first;
+    bf16* to_keys = scratch.tail.get(static_cast<size_t>(2 * tiles * size));
+    bf16* to_values = to_keys + tiles * size;
+    std::memset(to_keys, 0, 2 * tiles * size * sizeof(bf16));
+    if (root % kLanes) {
+      std::memcpy(to_keys, keys + cache_offset(input, item, first), size * sizeof(bf16));
+      std::memcpy(to_values, values + cache_offset(input, item, first), size * sizeof(bf16));
+    }
+    int place = root - first * kLanes;
+    for (uint64_t left = item.path; left; left &= left - 1, ++place) {
+      const int slot = root + __builtin_ctzll(left);
+      const long from = cache_offset(input, item, slot / kLanes), to = place / kLanes * size;
+      copy_token(keys + from, values + from, slot % kLanes, to_keys + to, to_values + to, place % kLanes, dim);
+    }
+    return {first, seen, to_keys, to_values};
   }
 
   void attend_item(const NativeForward& input, const AttentionItem& item, const bf16* keys, const bf16* values, Scratch& scratch) {
@@ -286,8 +363,8 @@ class Model {
   template <int Q>
   void attend_queries(const NativeForward& input, const AttentionItem& item, const bf16* keys, const bf16* values, Scratch& scratch) {
     const int dim = shape_.head_dim, fold = shape_.heads / shape_.kv_heads;
-    const int* table = input.block_tables + static_cast<long>(item.span) * input.table_width;
-    const int tiles_per_block = input.block_size / kLanes;
+    Tail tail{INT32_MAX, 0, nullptr, nullptr};
+    if (item.path) tail = copy_path(input, item, keys, values, scratch);
     const bf16* query[Q];
     long target[Q];
     int seen[Q], most = 0;
@@ -295,20 +372,20 @@ class Model {
       const int row = (item.first + q) / fold, head = item.kv_head * fold + (item.first + q) % fold;
       target[q] = (static_cast<long>(starts_[item.span] + row) * shape_.heads + head) * dim;
       query[q] = query_.data + target[q];
-      seen[q] = input.kv_lens[item.span] - input.q_lens[item.span] + row + 1;
+      seen[q] = item.path ? tail.seen : input.kv_lens[item.span] - input.q_lens[item.span] + row + 1;
       most = std::max(most, seen[q]);
     }
     const int num_tiles = (most + kLanes - 1) / kLanes, padded = num_tiles * kLanes;
     float* scores = scratch.scores.get(static_cast<size_t>(Q) * padded);
     bf16* probs = scratch.probs.get(static_cast<size_t>(Q) * padded);
-    const auto offset = [&](int tile) {
-      const long where = static_cast<long>(table[tile / tiles_per_block]) * tiles_per_block + tile % tiles_per_block;
-      return (where * shape_.kv_heads + item.kv_head) * dim * kLanes;
+    const auto tile_of = [&](const bf16* cache, const bf16* copies, int tile) {
+      if (tile < tail.first_tile) return cache + cache_offset(input, item, tile);
+      return copies + static_cast<long>(tile - tail.first_tile) * dim * kLanes;
     };
     const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(static_cast<float>(dim)));
     for (int tile = 0; tile < num_tiles; ++tile) {
-      const bf16* at = keys + offset(tile);
-      const bf16* later = keys + offset(std::min(tile + kTilesAhead, num_tiles - 1));
+      const bf16* at = tile_of(keys, tail.keys, tile);
+      const bf16* later = tile_of(keys, tail.keys, std::min(tile + kTilesAhead, num_tiles - 1));
       __m512 sums[2][Q];  // even and odd pairs of dimensions: two short chains of additions instead of a long one
 #pragma GCC unroll 6
       for (int q = 0; q < Q; ++q) sums[0][q] = sums[1][q] = _mm512_setzero_ps();
@@ -336,8 +413,8 @@ class Model {
 #pragma GCC unroll 4
         for (int b = 0; b < kSlice; ++b) sums[q][b] = _mm512_setzero_ps();
       for (int tile = 0; tile < num_tiles; ++tile) {
-        const bf16* at = values + offset(tile) + slice * 2;
-        const bf16* later = values + offset(std::min(tile + kTilesAhead, num_tiles - 1)) + slice * 2;
+        const bf16* at = tile_of(values, tail.values, tile) + slice * 2;
+        const bf16* later = tile_of(values, tail.values, std::min(tile + kTilesAhead, num_tiles - 1)) + slice * 2;
         for (int two = 0; two < kLanes / 2; ++two) {
           __m512bh v[kSlice];
 #pragma GCC unroll 4
@@ -439,6 +516,10 @@ Model* model_new(const Shape* shape, const LayerWeights* layers, const bf16* emb
 }
 
 void model_forward(Model* model, const NativeForward* input) { model->forward(*input); }
+
+void model_move(Model* model, const int32_t* moves, int count, bf16* const* keys, bf16* const* values) {
+  model->move(moves, count, keys, values);
+}
 
 void model_free(Model* model) { delete model; }
 

@@ -55,7 +55,10 @@ class LayerWeights(ctypes.Structure):
 
 
 class NativeForward(ctypes.Structure):
-    """Sizes and addresses of one forward: integers (int32), rotations (float32), caches and results."""
+    """Sizes and addresses of one forward: integers (int32), rotations (float32), caches and results.
+
+    `tree_slots` and `ancestors` (uint64) are null where no draft branches.
+    """
 
     _fields_ = [
         *(
@@ -66,6 +69,7 @@ class NativeForward(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in (
                 *("token_ids", "slots", "q_lens", "kv_lens", "block_tables", "logit_rows", "feature_layers"),
+                *("tree_slots", "ancestors"),
                 *("cos", "sin", "keys", "values", "embedded", "logits", "features"),
             )
         ),
@@ -95,6 +99,8 @@ def load_library() -> ctypes.CDLL:
     library.model_new.restype = ctypes.c_void_p
     library.model_forward.argtypes = [ctypes.c_void_p, ctypes.POINTER(NativeForward)]
     library.model_forward.restype = None
+    library.model_move.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+    library.model_move.restype = None
     library.model_free.argtypes = [ctypes.c_void_p]
     library.model_free.restype = None
     return library

@@ -206,8 +206,9 @@ def test_a_forward_input_above_the_capacity_raises(sender: ForwardSender) -> Non
 def test_a_receiver_on_another_node_or_with_another_spec_is_refused(sender: ForwardSender) -> None:
     with pytest.raises(ConfigError, match="made on node node-a, opened on node-b"):
         ForwardReceiver.open(sender.handle(1), node_id="node-b")
-    for max_rows, message in ((80, "its spec needs"), (41, "made with other capacities")):
-        larger = dataclasses.replace(sender.handle(1), spec=dataclasses.replace(SPEC, max_rows=max_rows))
+    same_size = {"max_rows": 39, "max_spans": 7}
+    for sizes, message in (({"max_rows": 80}, "its spec needs"), (same_size, "made with other capacities")):
+        larger = dataclasses.replace(sender.handle(1), spec=dataclasses.replace(SPEC, **sizes))
         with pytest.raises(ConfigError, match=message):
             ForwardReceiver.open(larger, node_id=NODE)
     with pytest.raises(ValueError, match="shard: 2 given"):

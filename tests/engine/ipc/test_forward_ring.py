@@ -11,7 +11,7 @@ import pytest
 from buffer_children import NODE, forward_inputs_equal, random_forward_input
 from msgspec import structs
 
-from engine.core.step import ForwardInput
+from engine.core.step import ForwardInput, TreeMask
 from engine.errors import ConfigError, ShardDown
 from engine.ipc.forward_broadcast import ForwardReceiver, ForwardSender
 from engine.ipc.forward_ring import RING_VERSION, ForwardRing, ForwardRingSpec, ring_bytes
@@ -19,7 +19,10 @@ from engine.ipc.forward_ring import RING_VERSION, ForwardRing, ForwardRingSpec, 
 SPEC = ForwardRingSpec(max_rows=5, max_spans=3, max_blocks_per_span=2, num_slots=4)
 HEADER = ("magic", "version", "max_rows", "max_spans", "max_blocks_per_span", "num_slots")
 SENT = 16
-SLOT_WORDS = ("seq", "kind", "step_id", "num_spans", "blocks_per_span", "num_rows", "num_logits")
+SLOT_WORDS = (
+    *("seq", "kind", "step_id", "num_spans", "blocks_per_span", "num_rows", "num_logits", "from_rank_0"),
+    *("num_moves", "has_tree"),
+)
 
 
 def make_ring(spec: ForwardRingSpec = SPEC) -> ForwardRing:
@@ -39,11 +42,21 @@ def forward_input_of(num_rows: int, num_spans: int, blocks_per_span: int, num_lo
 LARGEST = forward_input_of(num_rows=5, num_spans=3, blocks_per_span=2, num_logits=5)
 
 
+BRANCHING = structs.replace(
+    LARGEST,
+    tree=TreeMask(np.array([0, 3, 0], np.int32), np.array([0, 1, 3, 5, 2**63 + 1], np.uint64)),
+    moves=np.arange(10, dtype=np.int32).reshape(5, 2),
+)
+"""The largest forward input with a tree and with as many moves as rows."""
+
+
 def set_slot(ring: ForwardRing, seq: int, name: str, value: int) -> None:
     ring._slot_words[seq % SPEC.num_slots][SLOT_WORDS.index(name)] = value
 
 
-@pytest.mark.parametrize("forward_input", [LARGEST, forward_input_of(0, 0, 0, 0), forward_input_of(1, 1, 2, 0)])
+@pytest.mark.parametrize(
+    "forward_input", [LARGEST, BRANCHING, forward_input_of(0, 0, 0, 0), forward_input_of(1, 1, 2, 0)]
+)
 def test_a_forward_input_is_returned_as_it_was_written(forward_input: ForwardInput) -> None:
     ring = make_ring()
     ring.check(forward_input)
@@ -116,15 +129,17 @@ def test_a_slot_of_another_ring_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "largest"), [("num_rows", 5), ("num_spans", 3), ("blocks_per_span", 2), ("num_logits", 5)]
+    ("name", "largest"),
+    [("num_rows", 5), ("num_spans", 3), ("blocks_per_span", 2), ("num_logits", 5), ("num_moves", 5), ("has_tree", 1)],
 )
 def test_a_count_just_out_of_range_is_refused_by_the_reader(name: str, largest: int) -> None:
     ring = make_ring()
-    ring.write(1, 70, LARGEST)
+    ring.write(1, 70, BRANCHING)
     assert ring.read(1)[1] is not None
+    bounds = r"allowed are up to \(3, 2, 5, 5, 1, 5, 1\)"
     for wrong in (largest + 1, -1):
         set_slot(ring, 1, name, wrong)
-        with pytest.raises(ShardDown, match=r"forward input 1 is corrupt: counts .*, allowed are up to \(3, 2, 5, 5\)"):
+        with pytest.raises(ShardDown, match=rf"forward input 1 is corrupt: counts .*, {bounds}"):
             ring.read(1)
     set_slot(ring, 1, name, 0)
     assert ring.read(1)[1] is not None
@@ -156,6 +171,21 @@ def test_a_length_just_out_of_range_is_refused_by_the_writer(changes: dict[str, 
 def test_a_block_table_just_out_of_range_is_refused_by_the_writer(shape: tuple[int, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_ring().check(structs.replace(LARGEST, block_tables=np.zeros(shape, np.int32)))
+
+
+def test_moves_and_trees_are_checked_by_the_writer() -> None:
+    ring = make_ring()
+    ring.check(BRANCHING)
+    too_many = np.zeros((6, 2), np.int32)
+    short = TreeMask(np.zeros(2, np.int32), np.zeros(5, np.uint64))
+    for changes, message in (
+        ({"moves": too_many}, "moves: 6 given, allowed are 5"),
+        ({"moves": too_many[:2].astype(np.int64)}, "int32"),
+        ({"tree": short}, "the tree does not fit"),
+        ({"tree": TreeMask(np.zeros(3, np.int32), np.zeros(4, np.uint64))}, "the tree does not fit"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ring.check(structs.replace(BRANCHING, **changes))
 
 
 @pytest.mark.parametrize("name", ForwardInput.__struct_fields__[:7])
