@@ -28,9 +28,16 @@ from distill.data.sources import collect, is_prose
 from distill.models.costs import StepCosts, measure
 from distill.models.decoder import FrozenTarget, fingerprint
 from distill.models.draft_model import SmallDraft
-from distill.models.eagle import EagleDraft
 from distill.models.eagle3 import Eagle3Draft
-from distill.models.export import AnyDraft, DraftMismatchError, export_draft, load_draft, read_config, start_from
+from distill.models.export import (
+    AnyDraft,
+    DraftMismatchError,
+    export_draft,
+    load_draft,
+    make_feature_draft,
+    read_config,
+    start_from,
+)
 from distill.settings import Objective, TrainConfig
 from distill.training.card import draft_card, draw_curves, table
 from distill.training.evaluate import Acceptance, evaluate
@@ -48,6 +55,11 @@ def run_distill(args: argparse.Namespace) -> int:
     is_public = args.architecture == Eagle3Draft.architecture
     if is_public and args.int8:
         raise ConfigError("int8: the public layout of eagle3 drafts has bfloat16 matrices only; leave --int8 out")
+    if args.parallel is not None and (args.architecture != "eagle" or args.parallel < 2):
+        raise ConfigError(
+            f"parallel: {args.parallel} given with --architecture {args.architecture}; "
+            "allowed are numbers from 2, with eagle only"
+        )
     folder, target = _open_target(args, args.feature_layers or (_public_features(args) if is_public else None))
     data, work = args.out / "work" / "data", args.out / "work" / "train"
     generate_corpus(args, folder, target.feature_layers, data, console)
@@ -175,8 +187,15 @@ def new_draft(args: argparse.Namespace, target: FrozenTarget, data: Path, work: 
     vocab = torch.from_numpy(np.load(chosen))
     draft: AnyDraft
     if args.architecture in ("eagle", "eagle3"):
-        kind = EagleDraft if args.architecture == "eagle" else Eagle3Draft
-        draft = kind(target.config, target.feature_layers, vocab, target.embed, num_layers=args.layers or 1)
+        draft = make_feature_draft(
+            args.architecture,
+            target.config,
+            target.feature_layers,
+            vocab,
+            target.embed,
+            num_layers=args.layers or 1,
+            positions=args.parallel or 1,
+        )
     else:
         draft = SmallDraft(target.config, vocab, target.embed, num_layers=args.layers or 3)
     if args.start_from is None:
@@ -217,7 +236,7 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
     objective = Objective(args.kl_weight, args.ce_weight, args.temperature, args.feature_weight)
     return replace(
         TrainConfig(),
-        steps=1 if args.architecture == "draft_model" else args.unroll,
+        steps=1 if args.architecture == "draft_model" else args.parallel or args.unroll,
         chain_every=args.chain_every,
         cooldown_s=args.cooldown * 60,
         row_len=args.row_len,

@@ -107,6 +107,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         default="eagle",
         help="eagle3: the public EAGLE-3 layout, which other engines load",
     )
+    add(
+        "--parallel",
+        type=int,
+        default=None,
+        metavar="K",
+        help="eagle: one forward drafts all tokens, up to K; replaces --unroll",
+    )
     add("--layers", type=int, default=None, metavar="N", help="decoder layers (eagle, eagle3: 1, draft_model: 3)")
     add("--from-layers", type=_integers, default=None, metavar="A,B", help="target layers to initialise from")
     add(

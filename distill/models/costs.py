@@ -19,6 +19,7 @@ from distill.models.decoder import DecoderConfig, DecoderLayer, FrozenTarget, Pa
 from distill.models.eagle import EagleDraft
 from distill.models.export import AnyDraft
 from distill.models.layers import DraftLayer, PairLayer
+from distill.models.parallel import ParallelDraft
 
 CONTEXT = 256
 """Number of cached tokens while timing."""
@@ -36,6 +37,8 @@ class StepCosts:
     """Seconds of one draft step."""
     k: int
     """Draft tokens per verify step."""
+    num_passes: int
+    """Draft steps per verify step: K for a chain, 1 for a parallel draft."""
 
     @property
     def draft_share(self) -> float:
@@ -43,12 +46,16 @@ class StepCosts:
         return self.draft_s / self.target_s
 
     def speedup(self, tokens_per_step: float) -> float:
-        """Predicted tokens per second over plain decoding: E / ((t_verify + K t_draft) / t_target)."""
-        return tokens_per_step * self.target_s / (self.verify_s + self.k * self.draft_s)
+        """Predicted tokens per second over plain decoding: E / ((t_verify + passes * t_draft) / t_target)."""
+        return tokens_per_step * self.target_s / (self.verify_s + self.num_passes * self.draft_s)
 
 
 def measure(target: FrozenTarget, draft: AnyDraft, k: int, *, repeats: int = 30) -> StepCosts:
-    """Median times of target steps over 1 and k + 1 tokens and of a draft step, after warming up."""
+    """Median times of target steps over 1 and k + 1 tokens and of a draft step, after warming up.
+
+    The draft step of a parallel draft drafts k tokens, at most as many as it has positions.
+    """
+    num_drafted = min(k, draft.positions) if isinstance(draft, ParallelDraft) else 1
     attend = cached_attention(target.config, target.device, target.dtype)
     ids = torch.zeros((1, k + 1), dtype=torch.int64, device=target.device)
     positions = CONTEXT + torch.arange(k + 1, device=target.device)[None]
@@ -57,7 +64,7 @@ def measure(target: FrozenTarget, draft: AnyDraft, k: int, *, repeats: int = 30)
         return lambda: target.logits(target.forward(ids[:, :rows], positions[:, :rows], attend)).argmax(-1)
 
     # Interleaved, so that a slow moment of the machine affects all three equally.
-    runs = (step(1), step(k + 1), draft_step(target, draft))
+    runs = (step(1), step(k + 1), draft_step(target, draft, num_drafted))
     times: list[list[float]] = [[], [], []]
     for number in range(repeats + 3):
         for index, run in enumerate(runs):
@@ -68,7 +75,7 @@ def measure(target: FrozenTarget, draft: AnyDraft, k: int, *, repeats: int = 30)
             if number >= 3:
                 times[index].append(time.perf_counter() - began)
     plain, verify, drafted = (statistics.median(values) for values in times)
-    return StepCosts(plain, verify, drafted, k)
+    return StepCosts(plain, verify, drafted, k, num_passes=-(-k // num_drafted))
 
 
 def cached_attention(
@@ -87,8 +94,8 @@ def cached_attention(
     return attend
 
 
-def draft_step(target: FrozenTarget, draft: AnyDraft) -> Callable[[], object]:
-    """One chain step of the draft for one request, with packed weights, as serving would run it."""
+def draft_step(target: FrozenTarget, draft: AnyDraft, rows: int = 1) -> Callable[[], object]:
+    """One step of the draft over `rows` positions of one request, with packed weights, as serving would run it."""
     config, dtype, device = draft.config, target.dtype, target.device
     attend = cached_attention(config, device, dtype)
 
@@ -119,7 +126,7 @@ def draft_step(target: FrozenTarget, draft: AnyDraft) -> Callable[[], object]:
     layers, head = [frozen(layer) for layer in draft.layers], packed(draft.head)
     norm = draft.final_norm.detach().to(device, dtype)
     cos = torch.ones((1, 1, 1, config.head_dim), device=device, dtype=dtype)
-    state = torch.zeros((1, 1, config.hidden_size), device=device, dtype=dtype)
+    state = torch.zeros((1, rows, config.hidden_size), device=device, dtype=dtype)
     inner = [packed(draft.carry), packed(draft.token)] if isinstance(draft, EagleDraft) else []
 
     @torch.inference_mode()

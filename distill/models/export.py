@@ -19,6 +19,8 @@ from distill.models.decoder import DecoderConfig, FrozenTarget, fingerprint
 from distill.models.draft_model import SmallDraft
 from distill.models.eagle import EagleDraft
 from distill.models.eagle3 import Eagle3Draft
+from distill.models.layers import DraftLayer, copy_layer
+from distill.models.parallel import ParallelDraft
 from distill.models.public_layout import own_config, public_config, public_name, public_tensors
 
 LAYER_NAMES = {
@@ -43,6 +45,8 @@ TOP_NAMES = {
     "token.weight": "eagle.token.weight",
     "carry_norm": "eagle.carry_norm.weight",
     "carry.weight": "eagle.carry.weight",
+    "mask_state": "eagle.mask_state",
+    "mask_embedding": "eagle.mask_embedding",
 }
 SCALE_SUFFIX = ".int8_scale"
 
@@ -114,12 +118,14 @@ def draft_config(draft: EagleDraft | SmallDraft, target_folder: Path, *, int8: b
     """The `config.json` of a draft: Hugging Face names, and the fields of drafts."""
     config = asdict(draft.config)
     given = json.loads((target_folder / "config.json").read_text())
+    parallel = {"positions_per_pass": draft.positions} if isinstance(draft, ParallelDraft) else {}
     return {
         "model_type": "llama",
         **config,
         "architecture": draft.architecture,
         "draft_vocab_size": len(draft.vocabulary.draft_vocab),
         "feature_layers": list(draft.feature_layers),
+        **parallel,
         "max_position_embeddings": int(given.get("max_position_embeddings", 2048)),
         "tie_word_embeddings": False,
         "embed_tokens": "shared with the target",
@@ -164,18 +170,45 @@ def load_draft(folder: Path, target: FrozenTarget) -> AnyDraft:
     draft: AnyDraft
     architecture = config.get("architecture", "draft_model")
     if architecture in ("eagle", "eagle3"):
-        kind = EagleDraft if architecture == "eagle" else Eagle3Draft
-        draft = kind(shape, tuple(config["feature_layers"]), tensors["draft_vocab"], target.embed, num_layers=count)
+        draft = make_feature_draft(
+            architecture,
+            shape,
+            tuple(config["feature_layers"]),
+            tensors["draft_vocab"],
+            target.embed,
+            num_layers=count,
+            positions=int(config.get("positions_per_pass", 1)),
+        )
     else:
         draft = SmallDraft(shape, tensors["draft_vocab"], target.embed, num_layers=count)
     load_parameters(draft, tensors)
     return draft
 
 
+def make_feature_draft(
+    architecture: str,
+    config: DecoderConfig,
+    feature_layers: tuple[int, ...],
+    draft_vocab: Tensor,
+    embed: Tensor,
+    *,
+    num_layers: int,
+    positions: int = 1,
+) -> EagleDraft | Eagle3Draft:
+    """A new `eagle` or `eagle3` draft; with `positions` above 1 a parallel `eagle` draft of that many positions."""
+    if architecture == "eagle3":
+        return Eagle3Draft(config, feature_layers, draft_vocab, embed, num_layers=num_layers)
+    if positions > 1:
+        return ParallelDraft(config, feature_layers, draft_vocab, embed, num_layers=num_layers, positions=positions)
+    return EagleDraft(config, feature_layers, draft_vocab, embed, num_layers=num_layers)
+
+
 @torch.no_grad()
 def start_from(draft: AnyDraft, folder: Path, target: FrozenTarget) -> None:
     """Copy the weights of an earlier draft into `draft`, which may have another output vocabulary.
 
+    A parallel draft may start from a chain; its mask then stays as it was initialised. It may also have more layers:
+    those begin as copies of the target's last layer that add nothing to the residual stream.
     A head row that the earlier draft lacks starts as its mean row plus 0.7 times the target's centred row. This does
     not reduce the acceptance of the trained rows.
 
@@ -187,6 +220,8 @@ def start_from(draft: AnyDraft, folder: Path, target: FrozenTarget) -> None:
         {name: tuple(value.shape) for name, value in each.named_parameters() if name != "head.weight"}
         for each in (earlier, draft)
     )
+    added = _added_names(draft, earlier) - given.keys()
+    expected = {name: shape for name, shape in expected.items() if name not in added}
     if given != expected or earlier.architecture != draft.architecture:
         raise DraftMismatchError(
             f"start_from: {folder} is {earlier.architecture} of {earlier.config.num_hidden_layers} layers, "
@@ -194,13 +229,26 @@ def start_from(draft: AnyDraft, folder: Path, target: FrozenTarget) -> None:
         )
     state = dict(earlier.named_parameters())
     for name, value in draft.named_parameters():
-        if name != "head.weight":
+        if name != "head.weight" and name not in added:
             value.copy_(state[name])
+    for layer in draft.layers[len(earlier.layers) :]:
+        assert isinstance(layer, DraftLayer)
+        copy_layer(layer, target, target.config.num_hidden_layers - 1)
+        layer.o.weight.zero_()
+        layer.down.weight.zero_()
     rows = target.head_weight.float()
     mean, centre = earlier.head.weight.float().mean(0), rows.mean(0)
     known = earlier.vocabulary.to_draft[draft.vocabulary.draft_vocab]
     fresh = mean + 0.7 * (rows[draft.vocabulary.draft_vocab] - centre)
     draft.head.weight.copy_(torch.where((known >= 0)[:, None], earlier.head.weight[known.clamp(min=0)].float(), fresh))
+
+
+def _added_names(draft: AnyDraft, earlier: AnyDraft) -> set[str]:
+    """Parameters of `draft` that a chain with fewer layers lacks; none unless `draft` is parallel."""
+    if not isinstance(draft, ParallelDraft):
+        return set()
+    new = tuple(f"layers.{index}." for index in range(len(earlier.layers), len(draft.layers)))
+    return {name for name, _ in draft.named_parameters() if name.startswith(("mask_", *new))}
 
 
 @torch.no_grad()

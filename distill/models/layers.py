@@ -65,12 +65,20 @@ class DraftLayer(nn.Module):
         self, x: Tensor, h: Tensor, cos: Tensor, sin: Tensor, past: KeysValues, roots: Tensor | None = None
     ) -> Tensor:
         """As `forward`, from the residual x and the normed input h of q, k and v."""
-        c = self.config
-        q = rotate(torch.unflatten(self.q(h), -1, (-1, c.head_dim)), cos, sin)
-        k = rotate(torch.unflatten(self.k(h), -1, (-1, c.head_dim)), cos, sin)
-        past.append((k, torch.unflatten(self.v(h), -1, (-1, c.head_dim))))
-        x = x + self.o(chain_attention(q, past, roots).flatten(2))
-        h = rms_norm(x, self.post_norm, c.rms_norm_eps)
+        q, k, v = self.project(h, cos, sin)
+        past.append((k, v))
+        return self.finish(x, chain_attention(q, past, roots))
+
+    def project(self, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Normed input [R, T, H] -> rotated q [R, T, heads, d], rotated k and v [R, T, kv_heads, d]."""
+        size = (-1, self.config.head_dim)
+        q, k, v = (torch.unflatten(linear(h), -1, size) for linear in (self.q, self.k, self.v))
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Residual [R, T, H] and attention output [R, T, heads, d] -> output of the layer, [R, T, H]."""
+        x = x + self.o(attended.flatten(2))
+        h = rms_norm(x, self.post_norm, self.config.rms_norm_eps)
         down: Tensor = self.down(F.silu(self.gate(h)) * self.up(h))
         return x + down
 
