@@ -97,6 +97,8 @@ class ModelConfig:
     head before `engine.checkpoint.draft_check` fills in those that follow from the target."""
     eagle3: Eagle3Variant | None = None
     """How the EAGLE-3 head of an `eagle` draft in a public layout differs from others; None for other models."""
+    positions_per_pass: int = 1
+    """Tokens that one forward of an `eagle` draft drafts: 1 for a chain, more for a parallel draft."""
     quantization: Quantization | None = None
     """How the weights in the files are quantised; None for floats."""
 
@@ -181,6 +183,7 @@ class ModelConfig:
             architecture=(architecture := _architecture(values)),
             feature_layers=_feature_layers(values, may_be_open=variant is not None) if architecture == "eagle" else (),
             eagle3=variant,
+            positions_per_pass=_positions_per_pass(keys, is_chain=architecture != "eagle" or variant is not None),
             quantization=Quantization.parse(values.get("quantization_config")),
         )
 
@@ -292,6 +295,13 @@ def _architecture(values: dict[str, Any]) -> Architecture:
     if given not in ARCHITECTURES:
         raise ConfigError(f"architecture: {given!r} is not supported; allowed: {', '.join(ARCHITECTURES)}")
     return cast(Architecture, given)
+
+
+def _positions_per_pass(keys: Keys, *, is_chain: bool) -> int:
+    positions = keys.positive("positions_per_pass", 1)
+    if is_chain and positions > 1:
+        raise ConfigError(f"positions_per_pass: {positions} given, but only Paceline's own eagle drafts are parallel")
+    return positions
 
 
 def _feature_layers(values: dict[str, Any], *, may_be_open: bool) -> tuple[int, ...]:

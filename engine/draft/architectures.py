@@ -6,6 +6,8 @@ architectures (`engine.draft.proposer`).
     draft_model   input at position p: the token. KV of a drafted token stays valid when the token is accepted.
     eagle         input at position p: the token and the target's features at p - 1; token 0 has no slot.
                   At drafted tokens the head's own output replaces the features, so their KV is always recomputed.
+
+`engine.draft.parallel` has the eagle draft whose forward over committed tokens yields all drafted positions.
 """
 
 from __future__ import annotations
@@ -42,14 +44,39 @@ class Outputs:
     """[R, draft_vocab] float32."""
     previous_hidden: torch.Tensor | None = None
     """[R, hidden_size] hidden states that the next drafted position takes as input; None for a plain draft model."""
+    ahead: Ahead | None = None
+    """The positions after this one where the same forward computed them; None for a chain."""
 
     def select(self, rows: list[int]) -> Outputs:
         """The outputs of some rows."""
         if len(rows) == len(self.logits):
             return self
         (index,) = to_device([np.array(rows, dtype=np.int64)], self.logits.device)
-        hidden = self.previous_hidden
-        return Outputs(self.logits.index_select(0, index), None if hidden is None else hidden.index_select(0, index))
+        hidden, ahead = self.previous_hidden, self.ahead
+        return Outputs(
+            self.logits.index_select(0, index),
+            None if hidden is None else hidden.index_select(0, index),
+            None if ahead is None else Ahead(ahead.logits, ahead.rows[rows]),
+        )
+
+    def following(self) -> Outputs | None:
+        """The next position of all rows, which must have one; None for a chain, which needs a forward for it."""
+        return None if self.ahead is None else self.ahead.outputs()
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Later positions of rows, from the forward that also computed their first one."""
+
+    logits: torch.Tensor
+    """[N, draft_vocab] float32 of all positions of all rows, those of a row one after another."""
+    rows: npt.NDArray[np.int64]
+    """[R] row of `logits` with the next position of each row."""
+
+    def outputs(self) -> Outputs:
+        """The next position of each row."""
+        (index,) = to_device([self.rows], self.logits.device)
+        return Outputs(self.logits.index_select(0, index), None, Ahead(self.logits, self.rows + 1))
 
 
 class Architecture(Protocol):
@@ -57,13 +84,20 @@ class Architecture(Protocol):
 
     reads_features: bool
     """Whether a committed token needs the target's features at the position before it to get a KV slot."""
+    positions_per_pass: int
+    """Tokens that one forward drafts: 1 for a chain. A parallel draft drafts at most this many, with one forward."""
 
-    def compute_committed(self, forward_input: ForwardInput, features: torch.Tensor | None) -> Outputs:
+    def compute_committed(
+        self, forward_input: ForwardInput, features: torch.Tensor | None, num_masked: Sequence[int] = ()
+    ) -> Outputs:
         """Compute K, V and logits of committed tokens.
 
         Args:
             forward_input: N rows.
-            features: [N, feature width] of the position before each row, where `reads_features`; None otherwise.
+            features: [C, feature width] of the position before each of the C committed rows, where `reads_features`;
+                None otherwise.
+            num_masked: [spans] rows at the end of each span that stand for tokens not drafted yet; they have logits.
+                Empty where there are none. Only for a parallel draft.
         """
         ...
 
@@ -85,12 +119,15 @@ class PlainArchitecture:
     """
 
     reads_features = False
+    positions_per_pass = 1
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
 
-    def compute_committed(self, forward_input: ForwardInput, features: torch.Tensor | None) -> Outputs:
-        del features
+    def compute_committed(
+        self, forward_input: ForwardInput, features: torch.Tensor | None, num_masked: Sequence[int] = ()
+    ) -> Outputs:
+        del features, num_masked
         return Outputs(self._forward(forward_input).require_logits())
 
     def compute_drafted(self, forward_input: ForwardInput, previous_hidden: torch.Tensor | None) -> Outputs:
@@ -108,6 +145,7 @@ class EagleArchitecture:
     """
 
     reads_features = True
+    positions_per_pass = 1
 
     def __init__(self, head: EagleHead | Eagle3Head, decoder: Model, caches: list[LayerCache]) -> None:
         self._head = head
@@ -133,7 +171,10 @@ class EagleArchitecture:
         max_ids = max(bucket.rows for bucket in buckets)
         self._recorded = GraphedForward(runner, buckets, capture, max_kv=max_kv, max_ids=max_ids, embedding=embedding)
 
-    def compute_committed(self, forward_input: ForwardInput, features: torch.Tensor | None) -> Outputs:
+    def compute_committed(
+        self, forward_input: ForwardInput, features: torch.Tensor | None, num_masked: Sequence[int] = ()
+    ) -> Outputs:
+        del num_masked
         if features is None:
             raise EngineError("an eagle draft needs features for committed tokens")
         return self._forward(forward_input, self._head.committed_inputs(self._tokens(forward_input), features))

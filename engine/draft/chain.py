@@ -9,6 +9,8 @@ distribution that is reported for it, so the output stays exact; it is only acce
     logits        committed forward  forward of t0      forward of t1
     grammar       masked             not masked         not masked
     device        t0, confidence     t1, confidence     t2, confidence      one read of all of them
+
+For a parallel draft the committed forward has computed the logits of all positions, and no other forward follows.
 """
 
 from __future__ import annotations
@@ -116,12 +118,15 @@ def draft_chain(
         following = [index for index, row in enumerate(live) if row.k > depth + 1]
         if not following:
             return
-        hidden = outputs.select(following).previous_hidden
+        outputs = outputs.select(following)
         if len(following) < len(live):
             live = [live[index] for index in following]
             places = _buffer_rows(live, places.device)
-        spans = [_next_span(row, depth, place) for row, place in zip(live, following, strict=True)]
-        outputs = architecture.compute_drafted(pack_spans(spans, block_size, chosen), hidden)
+        ahead = outputs.following()
+        if ahead is None:
+            spans = [_next_span(row, depth, place) for row, place in zip(live, following, strict=True)]
+            ahead = architecture.compute_drafted(pack_spans(spans, block_size, chosen), outputs.previous_hidden)
+        outputs = ahead
 
 
 def _buffer_rows(rows: Sequence[Drafting], device: torch.device) -> torch.Tensor:

@@ -163,3 +163,5 @@ class DraftInfo:
     """Target token id of each column; None when column i is token i."""
     feature_width: int = 0
     """Numbers per position that the draft reads of the target; 0 for a draft that reads tokens only."""
+    positions_per_pass: int = 1
+    """Tokens that one pass drafts: 1 for a chain. A parallel draft drafts at most this many."""

@@ -18,6 +18,7 @@ from engine.core.packing import SpanRows, pack_spans
 from engine.draft.architectures import Architecture, Outputs
 from engine.draft.chain import Chooser, Read, draft_chain, settle
 from engine.draft.messages import DraftRequestRow, DraftResponseRow
+from engine.draft.parallel import with_masked
 from engine.draft.sequence import Drafting, DraftSequence
 from engine.errors import InvalidRequest
 from engine.sampling.grammar import Grammars, Matcher
@@ -124,14 +125,16 @@ class Proposer:
         if sequence is None:
             return None
         uncomputed, feature_rows = self._uncomputed(request_row, sequence)
-        num_ahead = max(0, request_row.k - 1)  # the last drafted token needs no slot
+        per_pass = self._architecture.positions_per_pass
+        k = request_row.k if per_pass == 1 else min(request_row.k, per_pass)
+        num_ahead = max(0, k - 1)  # the last drafted token needs no slot
         num_slots = len(sequence.positions) + len(uncomputed) + num_ahead
         num_tokens = len(sequence.tokens) + num_ahead
         if num_tokens > self._max_model_len or not self._pool.reserve(sequence, num_slots):
             self._drop(request_row.key)
             return None
         row = Drafting(
-            *(row_index, request_row, sequence, request_row.sampling, request_row.k, uncomputed, feature_rows),
+            *(row_index, request_row, sequence, request_row.sampling, k, uncomputed, feature_rows),
             first_new_token=first_new_token,
         )
         if not self._is_ready(sequence):
@@ -206,12 +209,15 @@ class Proposer:
         """
         spans = []
         feature_rows: list[int] = []
+        num_masked: list[int] = []
         for row in drafting:
             if row.uncomputed:
                 token_ids = [row.sequence.tokens[position] for position in row.uncomputed]
                 places = None if on_device is None else _new_token_places(row)
                 num_logits = 1 if row.k > 0 else 0
-                spans.append(self._extend(row.sequence, token_ids, row.uncomputed, num_logits, places))
+                span = self._extend(row.sequence, token_ids, row.uncomputed, num_logits, places)
+                num_masked.append(max(0, row.k - 1) if self._architecture.positions_per_pass > 1 else 0)
+                spans.append(with_masked(span, num_masked[-1]) if num_masked[-1] else span)
                 feature_rows += row.feature_rows
         if not spans:
             return None
@@ -220,7 +226,7 @@ class Proposer:
             (index,) = to_device([np.array(feature_rows, dtype=np.int64)], features.device)
             read = features.index_select(0, index)
         ids = None if on_device is None else on_device.new_tokens.long()
-        outputs = self._architecture.compute_committed(pack_spans(spans, self._pool.block_size, ids), read)
+        outputs = self._architecture.compute_committed(pack_spans(spans, self._pool.block_size, ids), read, num_masked)
         for row in drafting:
             if row.sequence.has_no_gap:
                 self._pool.register(row.sequence)
@@ -272,7 +278,7 @@ class Proposer:
                     row.append(token, confidence)
             active, outputs = _keep_rows(active, outputs, [row.continues for row in active])
             if active:
-                outputs = self._compute_drafted(active, outputs.previous_hidden)
+                outputs = outputs.following() or self._compute_drafted(active, outputs.previous_hidden)
 
     def _compute_drafted(self, active: Sequence[Drafting], previous_hidden: torch.Tensor | None) -> Outputs:
         """One forward over the token that each row drafted last."""

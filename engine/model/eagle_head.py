@@ -9,6 +9,7 @@ files or caches.
 
     Paceline's   committed   fuse(norm f[p-1]) + token(norm e(x[p]))   -> layers -> a[p]   -> logits of x[p+1]
                  drafted     carry(norm a[p-1]) + token(norm e(x[p]))  -> layers -> a[p]   -> logits of x[p+1]
+                 masked      carry(norm of the last committed input) + mask, in a parallel draft
     public       committed   norm e(x[p]) beside fc(f[p-1])            -> layers -> a[p]   -> logits of x[p+1]
                  drafted     norm e(x[p]) beside a[p-1]                -> layers -> a[p]   -> logits of x[p+1]
 """
@@ -41,6 +42,9 @@ class EagleHead:
     """H -> H, of the previous hidden state."""
     eps: float
     """Added to the mean square in the norm of the features."""
+    mask: torch.Tensor | None = None
+    """[H] what a parallel draft adds to the carried input at masked positions: the state that they share, and the
+    projected embedding of the mask. None for a chain."""
 
     @property
     def feature_width(self) -> int:
@@ -83,6 +87,22 @@ class EagleHead:
             [N, H].
         """
         return self.carry.plus(self.carry_norm(previous_hidden), tokens)
+
+    def masked_inputs(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The decoder's input at the masked positions after a committed token. It is the same at all of them.
+
+        Args:
+            inputs: [N, H] of the committed tokens, from `committed_inputs`.
+
+        Returns:
+            [N, H].
+
+        Raises:
+            ValueError: the draft is a chain.
+        """
+        if self.mask is None:
+            raise ValueError("mask: an eagle draft that is a chain has no masked positions")
+        return self.carry.plus(self.carry_norm(inputs), self.mask.repeat(len(inputs), 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,14 +94,20 @@ class Loader:
         fuse, _ = self._part("eagle.fuse", (hidden, num_layers * hidden), bias=False)
         token, _ = self._part("eagle.token", (hidden, hidden), bias=False)
         carry, _ = self._part("eagle.carry", (hidden, hidden), bias=False)
+        token_norm, project = self._norm("eagle.token_norm.weight", hidden), self._make(token, None)
+        mask = None
+        if config.positions_per_pass > 1:
+            embedding, state = (self._read(f"eagle.mask_{name}", (hidden,)) for name in ("embedding", "state"))
+            mask = project.plus(token_norm(embedding[None]), state[None])[0]
         return EagleHead(
             feature_norm=self._read("eagle.feature_norm.weight", (num_layers, hidden)),
             fuse=self._make(fuse, None),
-            token_norm=self._norm("eagle.token_norm.weight", hidden),
-            token=self._make(token, None),
+            token_norm=token_norm,
+            token=project,
             carry_norm=self._norm("eagle.carry_norm.weight", hidden),
             carry=self._make(carry, None),
             eps=config.rms_norm_eps,
+            mask=mask,
         )
 
     def eagle3_head(self) -> Eagle3Head:

@@ -21,6 +21,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.step import ForwardInput, ForwardResult
 from engine.draft.architectures import Architecture, EagleArchitecture, PlainArchitecture
 from engine.draft.messages import DraftInfo, DraftRequest, DraftRequestRow, DraftResponseRow
+from engine.draft.parallel import ParallelEagleArchitecture
 from engine.draft.proposer import OnDevice, Proposer
 from engine.draft_buffer.target_endpoint import BufferHandle, DraftEndpoint, gpu_uuid, open_draft_buffer
 from engine.errors import ConfigError, EngineUnavailable
@@ -28,6 +29,7 @@ from engine.graphs.buckets import make_buckets
 from engine.graphs.forward import CudaCapture, GraphedForward
 from engine.metrics.counters import MetricCounters, MetricSnapshot
 from engine.model.device import pick_device, pick_dtype, release_freed_memory, set_threads, with_device
+from engine.model.eagle_head import EagleHead
 from engine.model.load import LoadedDraft, load_draft
 from engine.model.runner import ModelRunner, kv_bytes_per_token, num_kv_blocks
 from engine.sampling.grammar import Grammars
@@ -107,7 +109,8 @@ class DraftWorker:
         )
         warm_up(self._proposer, width, feature_width, dtype, self._device)
         release_freed_memory()  # of loading
-        return DraftInfo(width, tuple(vocab.tolist()) if vocab is not None else None, feature_width)
+        target_ids = tuple(vocab.tolist()) if vocab is not None else None
+        return DraftInfo(width, target_ids, feature_width, config.positions_per_pass)
 
     def connect(self, handle: BufferHandle) -> None:
         """Open the buffer that the target made. After `load`.
@@ -241,6 +244,9 @@ def _architecture(config: EngineConfig, draft: LoadedDraft, width: int, *, num_b
     buckets = make_buckets(max_requests=config.max_num_requests, max_k=0)
     longest = draft.decoder.config.max_model_len
     max_kv = min(config.max_model_len or longest, longest)
+    positions = draft.decoder.config.positions_per_pass
+    if isinstance(draft.head, EagleHead) and positions > 1:  # It has no forward over drafted tokens to record.
+        return ParallelEagleArchitecture(draft.head, draft.decoder, runner.caches, positions_per_pass=positions)
     if draft.head is not None:
         eagle = EagleArchitecture(draft.head, draft.decoder, runner.caches)
         if records:

@@ -12,7 +12,9 @@ from engine.core.block_pool import BlockPool
 from engine.core.packing import SpanRows, pack_spans
 from engine.draft.architectures import EagleArchitecture
 from engine.draft.messages import DraftRequestRow
+from engine.draft.parallel import ParallelEagleArchitecture
 from engine.draft.proposer import Proposer
+from engine.model.eagle_head import EagleHead
 from engine.model.load import load_draft, load_model
 from engine.model.runner import ModelRunner
 from engine.sampling.row_sampling import RowSampling
@@ -37,8 +39,12 @@ def make_proposer(folder: Path, target_folder: Path) -> Proposer:
     assert loaded.head is not None
     caches = ModelRunner(loaded.decoder, num_blocks=32, block_size=BLOCK).caches
     pool = BlockPool(32, BLOCK, prefix_cache=True, ahead=1)
-    vocab = loaded.decoder.draft_vocab
-    return Proposer(EagleArchitecture(loaded.head, loaded.decoder, caches), pool, vocab=vocab, max_model_len=512)
+    vocab, positions = loaded.decoder.draft_vocab, loaded.decoder.config.positions_per_pass
+    architecture = EagleArchitecture(loaded.head, loaded.decoder, caches)
+    if positions > 1:
+        assert isinstance(loaded.head, EagleHead)
+        architecture = ParallelEagleArchitecture(loaded.head, loaded.decoder, caches, positions_per_pass=positions)
+    return Proposer(architecture, pool, vocab=vocab, max_model_len=512)
 
 
 def request_row(

@@ -61,6 +61,7 @@ class ToyEagle:
     """
 
     reads_features = True
+    positions_per_pass = 1
 
     def __init__(self, distribution: ToyModel, *, num_blocks: int, block_size: int) -> None:
         self._distribution = distribution
@@ -68,7 +69,10 @@ class ToyEagle:
         self._kv_slots = np.full((num_blocks * block_size, 3), -1, dtype=np.int64)
         self.num_forwards = 0
 
-    def compute_committed(self, forward_input: ForwardInput, features: torch.Tensor | None) -> Outputs:
+    def compute_committed(
+        self, forward_input: ForwardInput, features: torch.Tensor | None, num_masked: Sequence[int] = ()
+    ) -> Outputs:
+        del num_masked
         assert features is not None
         assert not features.isnan().any(), "features that were never written"
         return self._compute(forward_input, features)

@@ -1,0 +1,88 @@
+"""Parallel drafting: the forward over committed tokens also yields the distributions of the tokens after the first.
+
+Owns the masked rows at the end of a span, and the architecture that computes them, after P-EAGLE (Hui et al. 2026).
+Tokens are drawn from these distributions independently of each other, and each distribution is reported for its token,
+so the output stays exact. Knows nothing of requests or sampling.
+
+    span        c c c c | m m m       c committed, m masked: K = 4
+    logits            0   1 2 3       of the K drafted tokens, all from one forward
+    KV slots    kept    | not kept    the next forward of the sequence overwrites those of masked rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from engine.core.packing import SpanRows
+from engine.core.step import ForwardInput
+from engine.draft.architectures import Ahead, EagleArchitecture, Outputs
+from engine.errors import EngineError
+from engine.model.decoder import LayerCache
+from engine.model.eagle_head import EagleHead
+from engine.model.load import Model
+from engine.sampling.staging import to_device
+
+
+def with_masked(span: SpanRows, count: int) -> SpanRows:
+    """The span with `count` masked rows after its last one. Its positions are given; its blocks have room for them."""
+    last = (span.positions or (span.start + len(span.token_ids) - 1,))[-1]
+    positions = span.positions or range(span.start, last + 1)
+    return SpanRows(
+        [*span.token_ids, *(0,) * count],
+        span.start,
+        span.block_ids,
+        span.num_logits + count,
+        [*positions, *range(last + 1, last + 1 + count)],
+        None if span.places is None else [*span.places, *(-1,) * count],
+    )
+
+
+class ParallelEagleArchitecture(EagleArchitecture):
+    """An EAGLE draft with masked rows.
+
+    Args:
+        head: computes the input of the decoder; it has a mask.
+        decoder: see `EagleArchitecture`.
+        caches: KV cache of each decoder layer.
+        positions_per_pass: number of tokens that the draft was trained to draft with one forward.
+    """
+
+    def __init__(self, head: EagleHead, decoder: Model, caches: list[LayerCache], *, positions_per_pass: int) -> None:
+        super().__init__(head, decoder, caches)
+        self.positions_per_pass = positions_per_pass
+        self._eagle_head = head
+
+    def compute_committed(
+        self, forward_input: ForwardInput, features: torch.Tensor | None, num_masked: Sequence[int] = ()
+    ) -> Outputs:
+        if not any(num_masked):
+            return super().compute_committed(forward_input, features)
+        if features is None:
+            raise EngineError("an eagle draft needs features for committed tokens")
+        counts = np.array(num_masked, dtype=np.int64)
+        ends = np.cumsum(forward_input.q_lens, dtype=np.int64)
+        masked = (
+            np.repeat(ends - counts, counts) + np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        )
+        is_masked = np.zeros(int(ends[-1]), dtype=np.bool_)
+        is_masked[masked] = True
+        committed = np.flatnonzero(~is_masked)
+        spans = np.flatnonzero(counts)
+        lasts = np.cumsum(forward_input.q_lens - counts)[spans] - 1  # the last committed row of each span with a mask
+        order = np.empty(len(is_masked), dtype=np.int64)
+        order[committed] = np.arange(len(committed))
+        order[masked] = len(committed) + np.repeat(np.arange(len(spans)), counts[spans])
+        firsts = np.flatnonzero(~is_masked[forward_input.logit_rows])
+        arrays = to_device([committed, lasts, order, firsts], self._decoder.device)
+        inputs = self._eagle_head.committed_inputs(self._tokens(forward_input).index_select(0, arrays[0]), features)
+        inputs = torch.cat((inputs, self._eagle_head.masked_inputs(inputs.index_select(0, arrays[1]))))
+        result = self._decoder.forward(forward_input, self._caches, inputs.index_select(0, arrays[2]))
+        logits = result.require_logits()
+        return Outputs(logits.index_select(0, arrays[3]), None, Ahead(logits, firsts + 1))
+
+    def compute_drafted(self, forward_input: ForwardInput, previous_hidden: torch.Tensor | None) -> Outputs:
+        del forward_input, previous_hidden
+        raise EngineError("a parallel draft has no forward over drafted tokens")
