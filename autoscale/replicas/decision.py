@@ -10,6 +10,8 @@ Two demands are compared with the largest batch b* that meets the objective:
     rate    requested tokens/s over tokens/s of a replica at b*      needed where requests arrive at a given rate
     width   concurrent requests over b*                              needed while the objective is missed
 
+b* is at most the largest batch that a replica computes, because requests above it wait however fast the steps are.
+
 At a given arrival rate fewer requests are concurrent when each ends sooner, so the width alone would scale too far.
 """
 
@@ -51,11 +53,14 @@ class ReplicaLoad:
     """Emitted tokens per second."""
     tpot_s: tuple[float, ...]
     """[len(BATCHES)] Seconds per output token of a request at each batch size, with the K that pays there."""
+    max_running: float
+    """Largest batch that the replica computes; further requests wait."""
 
     def as_numbers(self) -> dict[str, float]:
         """The load as Serve transports it: numbers by name."""
         curve = {f"{TPOT_PREFIX}{batch}": value for batch, value in zip(BATCHES, self.tpot_s, strict=True)}
         counts = {"running": self.num_running, "waiting": self.num_waiting, "tokens_per_s": self.tokens_per_s}
+        counts["max_running"] = self.max_running
         return counts | curve
 
     @classmethod
@@ -67,6 +72,7 @@ class ReplicaLoad:
                 num_waiting=numbers["waiting"],
                 tokens_per_s=numbers["tokens_per_s"],
                 tpot_s=tuple(numbers[f"{TPOT_PREFIX}{batch}"] for batch in BATCHES),
+                max_running=numbers["max_running"],
             )
         except KeyError:
             return None
@@ -98,11 +104,12 @@ def decide(
     if not loads:
         return ReplicaDecision(min(maximum, max(minimum, target)), "no_data")
     curve = _mean_curve(loads)
+    most = sum(load.max_running for load in loads) / len(loads)
     objective = max(params.tpot_s, params.nearest * curve[0])
     reachable = curve[0] <= params.tpot_s
     demand = _demand(loads)
-    wanted = _needed(demand, curve, objective, target)
-    with_headroom = _needed(demand, curve, max(params.headroom * objective, curve[0]), target)
+    wanted = _needed(demand, curve, objective, target, most)
+    with_headroom = _needed(demand, curve, max(params.headroom * objective, curve[0]), target, most)
     if wanted > target:
         number, reason = wanted, _scale_up_reason(demand, reachable=reachable)
     elif with_headroom < target:
@@ -110,7 +117,7 @@ def decide(
     else:
         number, reason = target, "steady" if reachable else "unreachable"
     number = min(maximum, max(minimum, number))
-    return ReplicaDecision(number, reason, _at(curve, _batch(demand, curve, number)))
+    return ReplicaDecision(number, reason, _at(curve, _batch(demand, curve, number, most)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +145,15 @@ def _scale_up_reason(demand: _Demand, *, reachable: bool) -> ScalingReason:
     return "queue" if demand.num_waiting >= 1 else "slow"
 
 
-def _needed(demand: _Demand, curve: Sequence[float], objective: float, target: int) -> int:
-    """Number of replicas with which the TPOT stays within `objective` seconds."""
-    largest = _largest_batch(curve, objective)
-    needed = demand.tokens_per_s * objective / largest
+def _needed(demand: _Demand, curve: Sequence[float], objective: float, target: int, most: float) -> int:
+    """Number of replicas with which the TPOT stays within `objective` seconds and no request waits.
+
+    Args:
+        most: largest batch that a replica computes.
+    """
+    largest = min(_largest_batch(curve, objective), most)
+    # A batch that `most` or the last of BATCHES bounds is faster than the objective.
+    needed = demand.tokens_per_s * min(objective, _at(curve, largest)) / largest
     if demand.width > largest * target:
         needed = max(needed, demand.width / largest)
     return max(1, math.ceil(needed - 1e-9))
@@ -166,12 +178,12 @@ def _largest_batch(curve: Sequence[float], objective: float) -> float:
     return BATCHES[-1]
 
 
-def _batch(demand: _Demand, curve: Sequence[float], replicas: int) -> float:
+def _batch(demand: _Demand, curve: Sequence[float], replicas: int, most: float) -> float:
     """Batch size at which a replica serves its share of the rate, bounded by its share of the width (at least one)."""
     rate = demand.tokens_per_s / replicas
     widest = max(1.0, demand.width / replicas)
     batch = 1.0
-    while batch / _at(curve, batch) < rate and batch < min(widest, BATCHES[-1]):
+    while batch / _at(curve, batch) < rate and batch < min(widest, BATCHES[-1], most):
         batch += 0.5
     return batch
 

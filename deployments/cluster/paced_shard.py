@@ -102,6 +102,7 @@ class PacedShard:
             num_waiting=scheduler.num_waiting,
             tokens_per_s=rate,
             tpot_s=self._tpot_estimate.tpot_s(self.slot.current),
+            max_running=self._config.max_num_requests,
         )
 
     def attach_measured_draft(self, timeout_s: float) -> None:

@@ -19,7 +19,9 @@ CURVE = tuple(0.010 + 0.0008 * batch for batch in BATCHES)
 def load_of(running: float, *, waiting: float = 0.0, curve: tuple[float, ...] = CURVE) -> ReplicaLoad:
     """A replica whose batch is `running`, at the speed its own curve gives."""
     tpot_s = 0.010 + 0.0008 * running if curve is CURVE else curve[0]
-    return ReplicaLoad(num_running=running, num_waiting=waiting, tokens_per_s=running / tpot_s, tpot_s=curve)
+    return ReplicaLoad(
+        num_running=running, num_waiting=waiting, tokens_per_s=running / tpot_s, tpot_s=curve, max_running=64
+    )
 
 
 def settled(width: float | None = None, rate: float | None = None, *, start: int = 1, maximum: int = 16) -> list[int]:
@@ -63,7 +65,7 @@ def test_drafting_that_pays_in_small_batches_asks_for_more_replicas_only_where_i
     """Two engines of equal speed at a batch of 32; one drafts, and is twice as fast at 8 and below."""
     plain = tuple(0.030 + 0.0001 * batch for batch in BATCHES)
     drafting = tuple(value * (0.5 if batch <= 8 else 1.0) for batch, value in zip(BATCHES, plain, strict=True))
-    load = ReplicaLoad(num_running=32, num_waiting=0, tokens_per_s=960, tpot_s=plain)
+    load = ReplicaLoad(num_running=32, num_waiting=0, tokens_per_s=960, tpot_s=plain, max_running=64)
     without = decide([load], target=1, minimum=1, maximum=8, params=PARAMS)
     with_drafts = decide([replace(load, tpot_s=drafting)], target=1, minimum=1, maximum=8, params=PARAMS)
     assert without.reason == "unreachable"
@@ -82,7 +84,13 @@ def test_the_number_is_within_bounds_and_grows_with_the_load(
     replicas: list[tuple[float, float, float]], target: int, minimum: int, maximum: int
 ) -> None:
     loads = [
-        ReplicaLoad(num_running=r, num_waiting=w, tokens_per_s=r / t, tpot_s=tuple(t * (1 + 0.1 * b) for b in BATCHES))
+        ReplicaLoad(
+            num_running=r,
+            num_waiting=w,
+            tokens_per_s=r / t,
+            tpot_s=tuple(t * (1 + 0.1 * b) for b in BATCHES),
+            max_running=64,
+        )
         for r, w, t in replicas
     ]
     bounds = {"minimum": minimum, "maximum": maximum, "params": PARAMS}
@@ -98,11 +106,20 @@ def test_without_reports_nothing_changes() -> None:
 
 
 def load(
-    *, running: float = 4.0, waiting: float = 0.0, tokens_per_s: float = 100.0, tpot_s: float = 0.02
+    *,
+    running: float = 4.0,
+    waiting: float = 0.0,
+    tokens_per_s: float = 100.0,
+    tpot_s: float = 0.02,
+    max_running: float = 64,
 ) -> ReplicaLoad:
     """A replica with the same TPOT at every batch size."""
     return ReplicaLoad(
-        num_running=running, num_waiting=waiting, tokens_per_s=tokens_per_s, tpot_s=(tpot_s,) * len(BATCHES)
+        num_running=running,
+        num_waiting=waiting,
+        tokens_per_s=tokens_per_s,
+        tpot_s=(tpot_s,) * len(BATCHES),
+        max_running=max_running,
     )
 
 
@@ -132,13 +149,31 @@ def test_by_rate_alone_the_replicas_are_those_that_serve_it_at_the_objective() -
 
 
 def load_at(rate: float) -> ReplicaLoad:
-    return ReplicaLoad(num_running=1, num_waiting=0, tokens_per_s=rate, tpot_s=CURVE)
+    return ReplicaLoad(num_running=1, num_waiting=0, tokens_per_s=rate, tpot_s=CURVE, max_running=64)
+
+
+def test_a_full_batch_needs_more_replicas_however_fast_its_steps_are() -> None:
+    """Four requests run and eight wait. The steps meet the objective at any batch size, so only the bound counts."""
+    busy = load(running=4, waiting=8, tokens_per_s=200.0, max_running=4)
+    assert decide([busy], target=1, minimum=1, maximum=8, params=PARAMS).replicas == 3
+    assert decide([replace(busy, max_running=64)], target=1, minimum=1, maximum=8, params=PARAMS).replicas == 1
+
+
+def test_an_objective_that_every_batch_meets_asks_for_no_more_than_the_tokens_need() -> None:
+    """A replica gives 4 / 0.02 = 200 tokens per second at its largest batch, whatever the objective allows."""
+    lax = replace(PARAMS, tpot_s=1.0)
+    rates = [
+        decide([load(tokens_per_s=r, max_running=4)], target=1, minimum=1, maximum=9, params=lax) for r in (199, 201)
+    ]
+    assert [decision.replicas for decision in rates] == [1, 2]
 
 
 def test_loads_travel_as_numbers() -> None:
     sent = load(running=3, waiting=2)
     numbers = sent.as_numbers()
-    assert numbers == {"running": 3, "waiting": 2, "tokens_per_s": 100.0} | {f"tpot_s_{b}": 0.02 for b in BATCHES}
+    assert numbers == {"running": 3, "waiting": 2, "tokens_per_s": 100.0, "max_running": 64} | {
+        f"tpot_s_{b}": 0.02 for b in BATCHES
+    }
     assert ReplicaLoad.from_numbers(numbers) == sent
     for name in numbers:
         assert ReplicaLoad.from_numbers({key: value for key, value in numbers.items() if key != name}) is None

@@ -28,7 +28,7 @@ from engine.sampling.grammar import checked
 from engine.workers.shard_ready import ShardReady
 
 READY = ShardReady(10, 100, 50, "cpu")
-LOAD = ReplicaLoad(num_running=1, num_waiting=0, tokens_per_s=9.0, tpot_s=(0.01,))
+LOAD = ReplicaLoad(num_running=1, num_waiting=0, tokens_per_s=9.0, tpot_s=(0.01,), max_running=8)
 
 
 class Rank0:

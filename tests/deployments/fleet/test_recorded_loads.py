@@ -19,7 +19,7 @@ def load(running: float) -> ReplicaLoad:
     """A replica with a batch of `running` that meets 25 ms up to a batch of about 19."""
     curve = tuple(0.010 + 0.0008 * batch for batch in BATCHES)
     rate = running / (0.010 + 0.0008 * running)
-    return ReplicaLoad(num_running=running, num_waiting=0.0, tokens_per_s=rate, tpot_s=curve)
+    return ReplicaLoad(num_running=running, num_waiting=0.0, tokens_per_s=rate, tpot_s=curve, max_running=64)
 
 
 @dataclass

@@ -11,8 +11,14 @@ import ray
 from autoscale.replicas.decision import BATCHES, ReplicaDecision, ReplicaLoad
 from deployments.fleet.serve_autoscaling import REPORT_PERIOD_S, TpotPolicy, readings_of, report_to_controller
 
-BUSY = ReplicaLoad(num_running=40, num_waiting=0, tokens_per_s=1000.0, tpot_s=tuple(0.01 + 0.001 * b for b in BATCHES))
-IDLE = ReplicaLoad(num_running=0, num_waiting=0, tokens_per_s=0.0, tpot_s=BUSY.tpot_s)
+BUSY = ReplicaLoad(
+    num_running=40,
+    num_waiting=0,
+    tokens_per_s=1000.0,
+    tpot_s=tuple(0.01 + 0.001 * b for b in BATCHES),
+    max_running=64,
+)
+IDLE = ReplicaLoad(num_running=0, num_waiting=0, tokens_per_s=0.0, tpot_s=BUSY.tpot_s, max_running=64)
 
 
 @dataclass
