@@ -36,7 +36,7 @@ class ScalingParams:
     tpot_s: float = 0.025
     """Largest TPOT of a request in seconds."""
     headroom: float = 0.85
-    """Share of the objective below which the TPOT must stay after a replica is removed."""
+    """Share of the objective, and of the largest batch, below which the rest must stay after a replica is removed."""
     nearest: float = 1.25
     """The objective where a batch of one misses it: this many times the TPOT of a batch of one."""
 
@@ -109,7 +109,7 @@ def decide(
     reachable = curve[0] <= params.tpot_s
     demand = _demand(loads)
     wanted = _needed(demand, curve, objective, target, most)
-    with_headroom = _needed(demand, curve, max(params.headroom * objective, curve[0]), target, most)
+    with_headroom = _needed(demand, curve, max(params.headroom * objective, curve[0]), target, params.headroom * most)
     if wanted > target:
         number, reason = wanted, _scale_up_reason(demand, reachable=reachable)
     elif with_headroom < target:
