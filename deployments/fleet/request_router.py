@@ -12,7 +12,8 @@ hash of session and replica, and the highest score wins. When a replica goes, on
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+import time
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 
 from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -24,6 +25,9 @@ MAX_LOAD_RATIO = 1.25
 
 SLACK_REQUESTS = 2
 """Requests by which a replica may exceed that limit, so that an almost idle fleet keeps its sessions together."""
+
+CHOICE_S = 0.5
+"""Seconds for which a choice counts as load before its request is sent. Serve may send the request elsewhere."""
 
 
 def preferred_replica(session: str, loads: Mapping[str, int]) -> str | None:
@@ -51,17 +55,21 @@ class LoadRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray is unty
     """Serve's request router interface over `preferred_replica`.
 
     Load is what this proxy has in flight, counted here: Serve's cache of queue lengths has no entry for a replica that
-    this proxy has not used lately, and such a replica would never be the least loaded one.
+    this proxy has not used lately, and such a replica would never be the least loaded one. A request counts from the
+    choice on, because Serve chooses for all requests that have arrived together before it sends the first of them.
     """
 
     def initialize_state(self) -> None:
         """Called once by Serve with `request_router_kwargs`; there are none."""
         self._in_flight: Counter[str] = Counter()
+        self._chosen: defaultdict[str, deque[float]] = defaultdict(deque)  # by replica: times of choices not sent yet
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
         """Called by Serve when a request goes to a replica."""
         super().on_send_request(replica_id)
         self._in_flight[replica_id.unique_id] += 1
+        if chosen := self._chosen[replica_id.unique_id]:
+            chosen.popleft()
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Called by Serve when a request has ended, with a response or an error."""
@@ -72,8 +80,9 @@ class LoadRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray is unty
         """Called by Serve when replicas come and go."""
         super().update_replicas(replicas)
         names = {replica.replica_id.unique_id for replica in replicas}
-        for name in self._in_flight.keys() - names:
-            del self._in_flight[name]
+        for known in (self._in_flight, self._chosen):
+            for name in known.keys() - names:
+                del known[name]
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -86,7 +95,19 @@ class LoadRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray is unty
         """
         session = pending_request.metadata.session_id if pending_request is not None else ""
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        loads = {name: self._in_flight[name] for name in by_id}
+        loads = {name: self._load(name) for name in by_id}
         preferred = preferred_replica(session, loads)
         ranked = sorted(by_id, key=lambda name: (name != preferred, loads[name], _score(session, name)))
+        if ranked:
+            self._chosen[ranked[0]].append(self._now_s())
         return [[by_id[name]] for name in ranked]
+
+    def _load(self, name: str) -> int:
+        chosen, oldest_s = self._chosen[name], self._now_s() - CHOICE_S
+        while chosen and chosen[0] < oldest_s:
+            chosen.popleft()
+        return self._in_flight[name] + len(chosen)
+
+    @staticmethod
+    def _now_s() -> float:
+        return time.monotonic()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.fleet.request_router import MAX_LOAD_RATIO, SLACK_REQUESTS, LoadRouter, preferred_replica
+from deployments.fleet.request_router import CHOICE_S, MAX_LOAD_RATIO, SLACK_REQUESTS, LoadRouter, preferred_replica
 
 NAMES = [f"replica-{index}" for index in range(4)]
 
@@ -77,7 +77,11 @@ class Router(LoadRouter):
     def __init__(self) -> None:
         self._use_replica_queue_len_cache = False
         self._pending_requests_to_fulfill = ()
+        self.now_s = 100.0
         self.initialize_state()
+
+    def _now_s(self) -> float:
+        return self.now_s
 
 
 def choose(router: Router, replicas: list[Running], session: str = "") -> list[str]:
@@ -110,6 +114,25 @@ def test_a_session_s_replica_comes_first_and_the_others_follow_by_load() -> None
     assert ranked[0] == owner
     assert sorted(ranked) == NAMES
     assert choose(router, replicas)[-1] == owner
+
+
+def test_requests_that_arrive_together_spread_before_one_of_them_is_sent() -> None:
+    router, replicas = Router(), replicas_on_two_nodes()
+    chosen = [choose(router, replicas)[0] for _ in range(12)]
+    assert Counter(chosen) == dict.fromkeys(NAMES, 3)
+    for name in chosen:
+        router.on_send_request(Id(name))  # type: ignore[arg-type]
+    assert {router._load(name) for name in NAMES} == {3}, "a request that was sent counts once"
+
+
+def test_a_choice_that_serve_did_not_follow_is_forgotten() -> None:
+    router, replicas = Router(), replicas_on_two_nodes()
+    first, second = choose(router, replicas)[:2]
+    router.on_send_request(Id(second))  # type: ignore[arg-type]
+    assert router._load(first) == 1
+    router.now_s += CHOICE_S + 0.1
+    assert router._load(first) == 0
+    assert router._load(second) == 1
 
 
 def test_nothing_to_choose_from_is_no_rank() -> None:
