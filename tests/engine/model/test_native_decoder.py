@@ -1,8 +1,8 @@
 """The native decoder against its slow twin and against itself.
 
-Promise: as close to float32 as PyTorch's bfloat16, for every family that it computes. The bits of a row do not depend on the other rows
-of the forward, on chunks or on the number of threads, so verifying several drafted tokens at once gives exactly the
-logits of one at a time.
+Promise: as close to float32 as PyTorch's bfloat16, for every family that it computes. The bits of a row do not depend
+on the other rows of the forward, on chunks or on the number of threads, so verifying several drafted tokens at once
+gives exactly the logits of one at a time.
 """
 
 from __future__ import annotations
