@@ -26,7 +26,24 @@ def add_bench_parser(subparsers: Any) -> None:
     _add_peers(actions)
     _add_engine(actions)
     _add_soak(actions)
+    _add_proxy(actions)
     _add_gpu(actions)
+
+
+def _add_proxy(actions: Any) -> None:
+    proxy = actions.add_parser(
+        "proxy",
+        help="CPU time per token behind Serve's proxy and on the direct port",
+        description="One replica with both entries; the entries take turns under a continuous load. CPU time of every "
+        "process, over the tokens that were emitted.",
+    )
+    proxy.add_argument("--streams", type=int, nargs="+", default=[32], metavar="N")
+    proxy.add_argument("--rounds", type=int, default=4, help="turns of each entry; figures are medians")
+    proxy.add_argument("--seconds", type=float, default=6.0, metavar="S", help="seconds of a turn")
+    proxy.add_argument("--max-tokens", type=int, default=128)
+    proxy.add_argument("--haproxy", action="store_true", help="HAProxy in place of Serve's own proxy")
+    proxy.add_argument("--out", type=Path, help="write the figures as JSON lines")
+    proxy.set_defaults(run=_run("proxy.run", "proxy"))
 
 
 def _add_gpu(actions: Any) -> None:

@@ -48,7 +48,7 @@ LAYERS = {
         "settings engine_client errors",
     ),
     "distill": ("options", "cli", "training", "models", "data", "settings"),
-    "bench": ("options", "soak peers pace gpu", "engine_only", "load"),
+    "bench": ("options", "soak peers pace proxy gpu", "engine_only", "load"),
     "dashboards": (
         "options",
         "commands",

@@ -1,0 +1,1 @@
+"""The price of the way to a replica, in CPU time per token."""
