@@ -5,9 +5,10 @@ Goodput of a step is expected tokens over expected seconds,
     (B + sum of S_ij over drafted positions) / (base + fixed + passes * pass_s + added(n))
 
 where S_ij is the probability that the target accepts request i's draft up to and including position j, and n is the
-number of drafted positions. S falls with j. So the best n positions for a given number of passes are the n largest S,
-and they are always a prefix of each request's positions. The cost of added rows is read from the cost curve at each n,
-not approximated by one slope, because the best batch often ends exactly at a kink of the curve.
+number of drafted positions. A chain needs a pass for each position, a parallel draft one pass for many. S falls with j.
+So the best n positions for a given number of passes are the n largest S, and they are always a prefix of each
+request's positions. The cost of added rows is read from the cost curve at each n, not approximated by one slope,
+because the best batch often ends exactly at a kink of the curve.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Allocation:
 
     @property
     def depth(self) -> int:
-        """Number of draft passes: the largest K."""
+        """The largest K: the number of draft passes of a chain."""
         return int(self.ks.max(initial=0))
 
 
@@ -51,6 +52,7 @@ def allocate(
     pass_s: float,
     added_s: Floats,
     depths: Iterable[int],
+    positions_per_pass: int = 1,
 ) -> Allocation:
     """Return the allocation of highest goodput; all zeros when drafting does not pay.
 
@@ -61,7 +63,8 @@ def allocate(
         fixed_s: seconds added once if anything is drafted.
         pass_s: seconds of one draft pass.
         added_s: [B * K + 1] seconds that n more rows cost the target, for n from 0 on.
-        depths: numbers of passes to consider, at least one, each within [1, K].
+        depths: largest K to consider, at least one, each within [1, K].
+        positions_per_pass: tokens that one pass drafts: 1 for a chain, more for a parallel draft.
     """
     batch = len(cumulative_acceptance)
     best, best_n, best_order = batch / base_s, -1, None
@@ -78,7 +81,7 @@ def allocate(
             order, columns = order[inside], columns[inside]
         expected = flat[order].cumsum()
         expected += batch
-        ratio = expected / (added_s[1 : len(order) + 1] + (base_s + fixed_s + depth * pass_s))
+        ratio = expected / (added_s[1 : len(order) + 1] + (base_s + fixed_s + -(-depth // positions_per_pass) * pass_s))
         n = int(ratio.argmax())
         if ratio[n] > best:
             best, best_n, best_order = float(ratio[n]), n, order

@@ -44,6 +44,8 @@ class ChoiceBuilder:
     def reprice(self, best: Allocation, rows: int, max_k: int, goodput: float) -> None:
         """Set the price of a drafted position: goodput times the seconds of its row and of its share of a draft pass.
 
+        An early exit saves no pass of a parallel draft.
+
         Args:
             best: the best allocation; its requests with K > 1 share the later passes.
             rows: rows of the step as chosen.
@@ -52,7 +54,8 @@ class ChoiceBuilder:
         """
         row_s = self._cost.row_s(rows, PRICED_ROWS)
         num_deep = max(1, int((best.ks > 1).sum()))
-        self._price = goodput * (row_s + self._cost.pass_s(num_deep) / num_deep**2)
+        saved_s = self._cost.pass_s(num_deep) / num_deep**2 if self._cost.positions_per_pass == 1 else 0.0
+        self._price = goodput * (row_s + saved_s)
         if self._lookup is not None:
             self._lookup_ks = self._lookup.ks(tokens_per_s=goodput, row_s=row_s, width=max_k)
 

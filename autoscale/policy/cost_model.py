@@ -1,6 +1,7 @@
 """What a step costs as a function of what it computes: measured at start, learned from every step, always monotone.
 
     t_step = t_verify(rows, context) + t_sample * rows + t_draft(batch, depth, num_caught_up) + overhead
+    t_draft = handoff + passes(depth) * t_pass(batch) + num_caught_up * t_catch_up
 
 Owns which part of a step teaches which curve (`cost_curve.Curve`). Seconds in, seconds out; no torch, no clock, no
 knowledge of requests.
@@ -8,6 +9,7 @@ knowledge of requests.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
@@ -50,6 +52,8 @@ class CostTable:
     sample_row_s: float = 0.0
     """Seconds of sampling, masks and comparison per row that can yield a token. Apart from the forward's curve, because
     it depends on the sampling parameters: a sampled row takes much longer than a greedy one."""
+    positions_per_pass: int = 1
+    """Tokens that one draft pass drafts for each sequence: 1 for a chain, more for a parallel draft."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,7 @@ class CostModel:
         self._handoff_s = table.handoff_s
         self._overhead_s = table.overhead_s
         self._sample_row_s = table.sample_row_s
+        self.positions_per_pass = table.positions_per_pass
 
     def pad_rows(self, sizes: tuple[int, ...]) -> None:
         """Note that forwards are padded.
@@ -129,9 +134,14 @@ class CostModel:
         """Seconds of one draft pass over `batch` sequences."""
         return self._pass.at(batch)
 
+    def passes(self, depth: float) -> float:
+        """Draft passes for `depth` tokens per sequence."""
+        return depth if self.positions_per_pass == 1 else math.ceil(depth / self.positions_per_pass)
+
     def draft_s(self, batch: float, depth: float, num_caught_up: float = 0.0) -> float:
-        """Seconds of all drafting: the handoff, `depth` passes, and reading `num_caught_up` committed tokens first."""
-        return self._handoff_s + depth * self.pass_s(batch) + num_caught_up * self.catch_up_s
+        """Seconds of all drafting: the handoff, the passes for `depth` tokens per sequence, and reading
+        `num_caught_up` committed tokens first."""
+        return self._handoff_s + self.passes(depth) * self.pass_s(batch) + num_caught_up * self.catch_up_s
 
     @property
     def overhead_s(self) -> float:
@@ -164,7 +174,7 @@ class CostModel:
             rows: rows of the target's forward.
             context: cached tokens over all spans.
             batch: sequences that the draft drafts for.
-            depth: draft passes. Without passes and tokens to read there is no draft request.
+            depth: drafted tokens of the longest draft. Without them and tokens to read there is no draft request.
             num_caught_up: committed tokens that the draft reads first.
             num_prompt_rows: rows of prompts among `rows`; they are not sampled.
         """
@@ -190,7 +200,7 @@ class CostModel:
             self._sample_row_s = self._corrected("sample", self._sample_row_s, stats.sample_s / num_sampled)
         rest = stats.step_s - stats.verify_s - stats.sample_s - stats.draft_s
         if depth > 0 or caught_up > 0:
-            self._pass.learn(max(1, batch), stats.draft_s, num_units=caught_up, times=depth)
+            self._pass.learn(max(1, batch), stats.draft_s, num_units=caught_up, times=self.passes(depth))
             self._handoff_s = self._corrected("handoff", self._handoff_s, rest - self._overhead_s)
         else:
             self._overhead_s = self._corrected("overhead", self._overhead_s, rest)
@@ -231,6 +241,7 @@ class CostModel:
             self._handoff_s,
             self._overhead_s,
             self._sample_row_s,
+            self.positions_per_pass,
         )
 
     def _corrected(self, name: str, value: float, measured: float) -> float:

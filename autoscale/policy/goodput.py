@@ -183,7 +183,7 @@ class Goodput:
         is_wide = self._depth_search.is_wide(same_batch=keys == self._batch.facts.keys)
         if is_wide:
             self._batch.refresh(decodes, keys)
-        depths = self._depth_search.depths(max_k, is_wide=is_wide)
+        depths = self._depths(max_k, is_wide=is_wide)
         batch, facts, cost = len(keys), self._batch.facts, self.cost
         rows = batch + num_prefill_rows
         context = sum([request.num_computed for request in decodes])
@@ -200,10 +200,18 @@ class Goodput:
             pass_s=cost.pass_s(batch),
             added_s=cost.added_rows_s(rows, cumulative_acceptance.size),
             depths=depths,
+            positions_per_pass=cost.positions_per_pass,
         )
         self._depth_search.found(best.depth)
         with_prompts_s = cost.step_s(rows, context, num_prompt_rows=num_prefill_rows)
         return best, plain_s, with_prompts_s - plain_s
+
+    def _depths(self, max_k: int, *, is_wide: bool) -> Sequence[int]:
+        """The depths to compare, ascending. A parallel draft has one: its single pass costs the same at every depth."""
+        per_pass = self.cost.positions_per_pass
+        if per_pass > 1:
+            return (min(max_k, per_pass),)
+        return self._depth_search.depths(max_k, is_wide=is_wide)
 
     def _could_pay(self, batch: int, plain_s: float, num_prefill_rows: int) -> bool:
         """Whether one more drafted token per request would pay if the draft were good."""

@@ -116,6 +116,7 @@ def profile_draft(
     *,
     max_rows: int,
     max_k: int,
+    positions_per_pass: int = 1,
 ) -> CostTable:
     """Time the draft at growing batch sizes, before it drafts for a request.
 
@@ -123,19 +124,22 @@ def profile_draft(
         ask: sends draft request rows and released keys to the draft and returns its response.
         table: costs of the target.
         max_rows, max_k: limits of one draft request.
+        positions_per_pass: tokens that one pass of the draft drafts. A parallel draft is timed with one full pass.
 
     Returns:
         The table with the draft's costs added.
     """
-    depth = min(4, max_k)
+    depth = min(4 if positions_per_pass == 1 else positions_per_pass, max_k)
+    num_passes = -(-depth // positions_per_pass)
     sizes = sorted({min(size, max_rows) for size in (1, 4, 16)})
-    timed = [_time_draft(ask, batch, depth) for batch in sizes]
+    timed = [_time_draft(ask, batch, depth, num_passes) for batch in sizes]
     seconds = [each.pass_s for each in timed]
     pass_s = np.interp(BATCH_KNOTS, sizes, seconds)
     slope = (seconds[-1] - seconds[0]) / max(1, sizes[-1] - sizes[0])
     pass_s += max(0.0, slope) * np.maximum(0, np.array(BATCH_KNOTS) - sizes[-1])
     return replace(
         table,
+        positions_per_pass=positions_per_pass,
         pass_s=tuple(float(value) for value in pass_s),
         catch_up_s=min(each.catch_up_s for each in timed),
         handoff_s=statistics.median([handoff_s for each in timed for handoff_s in each.handoffs_s]),
@@ -155,9 +159,9 @@ class _DraftTimes:
 
 
 def _time_draft(
-    ask: Callable[[Sequence[DraftRequestRow], Sequence[int]], DraftResponse], batch: int, depth: int
+    ask: Callable[[Sequence[DraftRequestRow], Sequence[int]], DraftResponse], batch: int, depth: int, num_passes: int
 ) -> _DraftTimes:
-    """Time `depth` passes over `batch` sequences, and the reading of SHORT_CONTEXT tokens each."""
+    """Time drafts of `depth` tokens of `batch` sequences, and the reading of SHORT_CONTEXT tokens each."""
     keys = [_PROFILE_KEY + index for index in range(batch)]
     ask([_request_row(key, 0, 1, 0) for key in keys], [])
     num_sent = 1
@@ -166,7 +170,7 @@ def _time_draft(
     for _ in range(REPEATS + 1):
         response = ask([_request_row(key, num_sent, 1, depth) for key in keys], [])
         num_sent += 1
-        passes_s.append(response.draft_s / depth)
+        passes_s.append(response.draft_s / num_passes)
         handoffs_s.append(response.handoff_s)
     response = ask([_request_row(key, num_sent, SHORT_CONTEXT, 0) for key in keys], [])
     ask([], keys)

@@ -69,6 +69,7 @@ class TpotEstimate:
                 pass_s=cost.pass_s(batch),
                 added_s=cost.added_rows_s(num_requests, cumulative_acceptance.size),
                 depths=range(1, len(rates) + 1),
+                positions_per_pass=cost.positions_per_pass,
             )
             return best.seconds * num_requests / best.tokens
         rows = batch * (1 + len(rates))

@@ -277,6 +277,7 @@ class _Estimate:
                 pass_s=cost.pass_s(streams),
                 added_s=cost.added_rows_s(streams, streams * width),
                 depths=range(1, width + 1),
+                positions_per_pass=cost.positions_per_pass,
             )
             tokens, seconds, mean_k = best.tokens, best.seconds, float(best.ks.mean())
         return Point(

@@ -211,7 +211,9 @@ class Simulation:
         depth = max((outcome.num_drafted for outcome in outcomes), default=0)
         verify_s = self._cost.verify_s(rows, context) * noise
         draft_s = (
-            (depth * self._cost.pass_s(len(outcomes)) + caught_up * self._cost.catch_up_s) * noise if depth else 0.0
+            (self._cost.passes(depth) * self._cost.pass_s(len(outcomes)) + caught_up * self._cost.catch_up_s) * noise
+            if depth
+            else 0.0
         )
         handoff_s = self._cost.handoff_s if depth else 0.0
         reached = [sum(min(o.num_accepted + 1, o.num_drafted) > j for o in outcomes) for j in range(depth)]
@@ -288,5 +290,6 @@ class Oracle:
             pass_s=self._cost.pass_s(rows),
             added_s=self._cost.added_rows_s(rows, cumulative_acceptance.size),
             depths=range(1, self._max_k + 1),
+            positions_per_pass=self._cost.positions_per_pass,
         )
         return [KChoice(k, "plan") for k in best.ks.tolist()]

@@ -123,7 +123,13 @@ class PacedShard:
             return draft.ask(rows, released, deadline_s=speculative.deadline_s)
 
         max_rows, max_k = self._config.max_num_requests, max(1, speculative.k)
-        table = profile_draft(ask, self._goodput.cost.table(), max_rows=max_rows, max_k=max_k)
+        table = profile_draft(
+            ask,
+            self._goodput.cost.table(),
+            max_rows=max_rows,
+            max_k=max_k,
+            positions_per_pass=self.leader.positions_per_pass,
+        )
         self._goodput.cost.measured(table)
         self._costs.store(table)
 

@@ -109,6 +109,8 @@ class DraftConnection:
         self._in_loop = in_loop
         self._report = report
         self._endpoint: TargetEndpoint | None = None
+        self.positions_per_pass = 1
+        """`DraftInfo.positions_per_pass` of the draft whose buffer was made last."""
 
     def open(self, info: DraftInfo, epoch: int) -> BufferHandle:
         """Make the buffer for a new draft. The draft before it must be dead.
@@ -130,6 +132,7 @@ class DraftConnection:
             )
         vocab = torch.tensor(info.vocab, device=self._device) if info.vocab is not None else None
         self._drafter.set_vocab(vocab)
+        self.positions_per_pass = info.positions_per_pass
         if self._endpoint is not None:
             self._endpoint = self._endpoint.renew(epoch=epoch)
             return self._endpoint.handle()

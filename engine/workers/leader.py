@@ -84,6 +84,11 @@ class Leader:
         """Path of the unix socket that the replica connects to."""
         return self._socket.path
 
+    @property
+    def positions_per_pass(self) -> int:
+        """`DraftInfo.positions_per_pass` of the draft whose buffer was made last."""
+        return self._draft().positions_per_pass
+
     def open_draft_buffer(self, info: DraftInfo, epoch: int) -> BufferHandle:
         """Make the buffer for a new draft, as `DraftConnection.open`."""
         return self._draft().open(info, epoch)

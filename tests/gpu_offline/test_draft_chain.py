@@ -57,7 +57,7 @@ def propose(kind: str, shape: dict[str, Any], recorder: Recorder, k: int = K) ->
     return batch, (found, probs), memory
 
 
-@pytest.mark.parametrize("kind", ["llama-1b", "eagle"])
+@pytest.mark.parametrize("kind", ["llama-1b", "eagle", "parallel"])
 @pytest.mark.parametrize("k", [1, K])
 def test_a_draft_request_is_read_once_at_every_k(kind: str, k: int) -> None:
     with fake_cuda() as recorder:
@@ -69,6 +69,23 @@ def test_a_draft_request_is_read_once_at_every_k(kind: str, k: int) -> None:
         assert sampled.has_probs
 
 
+def test_a_further_token_of_a_parallel_draft_launches_no_forward() -> None:
+    """Every further token of a chain launches a forward; one of a parallel draft only its choice."""
+    launches = {}
+    for kind in ("eagle", "parallel"):
+        for k in (2, K):
+            with fake_cuda() as recorder:
+                batch = batch_of([SamplingParams(temperature=0.0)] * 3, k)
+                proposer, features = fake_proposer(kind, LLAMA_8B)
+                probs = torch.empty(3, K, LLAMA_8B["vocab_size"], device=CUDA)
+                recorder.launches.clear()
+                proposer.propose(request_rows(kind, batch, k), [], probs, features, on_device(3))
+                launches[kind, k] = recorder.num_launches
+    choosing = (launches["parallel", K] - launches["parallel", 2]) / (K - 2)
+    assert choosing < (launches["eagle", K] - launches["eagle", 2]) / (K - 2) / 2
+    assert launches["parallel", K] < launches["eagle", K]
+
+
 def test_tokens_that_are_not_drafted_for_are_not_read() -> None:
     """A draft request that only catches up waits for nothing: the endpoint publishes its work."""
     with fake_cuda() as recorder:
@@ -78,7 +95,7 @@ def test_tokens_that_are_not_drafted_for_are_not_read() -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("kind", ["llama-1b", "eagle"])
+@pytest.mark.parametrize("kind", ["llama-1b", "eagle", "parallel"])
 def test_a_step_over_drafts_that_the_host_has_not_seen_waits_once(target: str, kind: str) -> None:
     """Every mode in one step; requests with options have their drafted tokens on the host as well."""
     shape, tp = TARGETS[target]

@@ -76,7 +76,7 @@ def fake_decoder(
     return decoder, caches
 
 
-def fake_eagle(shape: dict[str, Any]) -> tuple[EagleHead, Decoder, list[LayerCache]]:
+def fake_eagle(shape: dict[str, Any], *, is_parallel: bool = False) -> tuple[EagleHead, Decoder, list[LayerCache]]:
     """An eagle draft of one layer for a target of this shape."""
     decoder, caches = fake_decoder(shape, num_layers=1, feature_layers=(0,))
     hidden, eps = shape["hidden_size"], 1e-5
@@ -93,5 +93,6 @@ def fake_eagle(shape: dict[str, Any]) -> tuple[EagleHead, Decoder, list[LayerCac
         carry_norm=RmsNorm(weight(hidden), eps),
         carry=square[1],
         eps=eps,
+        mask=weight(hidden) if is_parallel else None,
     )
     return head, decoder, caches

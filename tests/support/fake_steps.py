@@ -23,6 +23,7 @@ from engine.core.step import Batch, ForwardResult, Span
 from engine.core.verifier import Verifier
 from engine.draft.architectures import EagleArchitecture, PlainArchitecture
 from engine.draft.messages import DraftRequestRow
+from engine.draft.parallel import ParallelEagleArchitecture
 from engine.draft.proposer import Proposer
 from engine.messages import GrammarSpec, SamplingParams, Submit
 from engine.model.collectives import Group
@@ -33,6 +34,8 @@ from engine.sampling.row_sampling import RowSampling
 from engine.workers.target_shard import TargetShard
 
 K = 5
+EAGLES = ("eagle", "parallel")
+"""Kinds of drafts that read features."""
 UNMASKED_MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature": {"temperature": 1.0},
@@ -94,11 +97,13 @@ def batch_of(samplings: list[SamplingParams], k: int, *, vocab_size: int | None 
 
 def fake_proposer(kind: str, shape: dict[str, Any], **options: Any) -> tuple[Proposer, torch.Tensor | None]:
     """A draft of a target of this shape, and the target's features that it reads."""
-    pool = BlockPool(NUM_BLOCKS, CUDA_PAGE, prefix_cache=False, ahead=1 if kind == "eagle" else 0)
-    if kind == "eagle":
-        head, decoder, caches = fake_eagle(shape)
+    pool = BlockPool(NUM_BLOCKS, CUDA_PAGE, prefix_cache=False, ahead=1 if kind in EAGLES else 0)
+    if kind in EAGLES:
+        head, decoder, caches = fake_eagle(shape, is_parallel=kind == "parallel")
         features = torch.empty(100, head.feature_width, dtype=torch.bfloat16, device=CUDA)
         eagle = EagleArchitecture(head, decoder, caches)
+        if kind == "parallel":
+            eagle = ParallelEagleArchitecture(head, decoder, caches, positions_per_pass=K)
         return Proposer(eagle, pool, vocab=None, max_model_len=4096, **options), features
     plain, plain_caches = fake_decoder(LLAMA_1B | {"vocab_size": shape["vocab_size"]}, num_layers=2)
 
@@ -117,7 +122,7 @@ def request_rows(kind: str, batch: Batch, k: int = K) -> list[DraftRequestRow]:
             (1, 2, 3),
             k,
             RowSampling(s.temperature, s.top_p, 1, 1, s.seed is not None, s.top_k, s.min_p),
-            feature_rows=(-1, 0, 1) if kind == "eagle" else (),
+            feature_rows=(-1, 0, 1) if kind in EAGLES else (),
         )
         for span in batch.spans
         for s in [span.request.submit.sampling]

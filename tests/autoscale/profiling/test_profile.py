@@ -262,6 +262,16 @@ def test_the_requests_of_the_draft_profile() -> None:
     assert draft.released == [(1 << 62) + index for index in (0, 0, 1, 2)]
 
 
+@pytest.mark.parametrize(("positions", "max_k", "depth"), [(8, 5, 5), (3, 9, 3)])
+def test_a_parallel_draft_is_timed_with_one_full_pass(positions: int, max_k: int, depth: int) -> None:
+    """Each answer takes the time of `depth` passes of the listed draft; all of it is the time of one pass here."""
+    draft = ListedDraft()
+    table = profile_draft(draft, UNMEASURED, max_rows=1, max_k=max_k, positions_per_pass=positions)
+    assert {k for *_, k in draft.asked} == {0, depth}
+    assert table.positions_per_pass == positions
+    assert table.pass_s == pytest.approx([depth * (0.001 + 1e-4) + 1e-5] * len(BATCH_KNOTS))
+
+
 def test_a_draft_of_one_row_gives_a_constant_table() -> None:
     table = profile_draft(ListedDraft(), UNMEASURED, max_rows=1, max_k=9)
     assert table.pass_s == pytest.approx([0.001 + 1e-4 + 2.5e-6] * len(BATCH_KNOTS))
