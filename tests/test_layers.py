@@ -34,7 +34,7 @@ LAYERS = {
         "model metrics ipc",
         "core kernels",
         "sampling checkpoint threads",
-        "messages config gguf",
+        "messages config gguf tree",
         "errors",
     ),
     "autoscale": ("control", "replicas simulation", "profiling", "policy"),

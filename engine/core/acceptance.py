@@ -1,16 +1,19 @@
 """The acceptance rules: from the target's logits of drafted spans to accepted tokens and the token after them.
 
-Owns the two implementations, which give equal results. `accept_all` treats all spans together on the device of the
-logits and reads nothing back; a GPU uses it. `accept_each` decides one span after the other on the host, in the order
-of the paper; a CPU uses it. Both take logits that penalties and grammars have changed already. Three exact rules:
+Owns the implementation that treats all spans together on the device of the logits and reads nothing back; a GPU uses
+it. Its twin `engine.core.acceptance_each` decides one span after the other; a CPU uses it. Both give equal results, and
+take logits that penalties and grammars have changed already. Three exact rules:
 
     greedy      The target's most likely token is a function of the context. A draft token is accepted if it is that
                 token.
     coupled     For seeded requests the target's token is a function of (context, stream, position), drawn with Gumbel
                 noise that the draft shares (Daliri, Musco, Suresh 2024). A draft token is accepted if it is that token.
                 The output does not depend on the draft, so equal seeds give equal text at every K.
-    rejection   A draft token is accepted with probability min(1, p / q). After a rejection the token is drawn from
-                max(p - q, 0) (Leviathan et al. 2023, algorithm 1).
+    rejection   A draft token is accepted with probability min(1, p / q). After a rejection p becomes max(p - q, 0) and
+                q loses the token; the next sibling is tried, or else the token is drawn from p (Leviathan et al. 2023,
+                algorithm 1; for siblings drawn without replacement, Miao et al. 2023 and Jeon et al. 2024).
+
+In a tree every rule walks from the root position to an accepted child, until no child is accepted.
 """
 
 from __future__ import annotations
@@ -20,13 +23,13 @@ from typing import Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from msgspec import Struct
 
 from engine.core.step import DeviceDrafts, DraftRow, Span
 from engine.sampling.distribution import (
     Purpose,
     draw,
-    gumbel,
     gumbel_of_words,
     most_likely,
     seed_words,
@@ -34,9 +37,10 @@ from engine.sampling.distribution import (
     uniform,
     warp,
 )
-from engine.sampling.rejection import DraftProbs, DraftTable, Outcome, compare, reject
+from engine.sampling.rejection import Branches, DraftProbs, DraftTable, Outcome, compare, reject
 from engine.sampling.row_sampling import RowSampling
 from engine.sampling.staging import to_device
+from engine.tree import branches, chain_parents, children_of, depths
 
 AcceptanceKind = Literal["auto", "together", "each"]
 """`together`: `accept_all`. `each`: `accept_each`. `auto`: `together` on a GPU, `each` on a CPU."""
@@ -59,30 +63,86 @@ class SampledSpan(Struct, frozen=True, gc=False):
         return self.sampling.greedy or self.sampling.coupled
 
     @property
+    def branches(self) -> bool:
+        """Whether the draft is not a chain."""
+        return branches(self.draft_row.parents)
+
+    @property
+    def parents(self) -> tuple[int, ...]:
+        """[num_tokens] parent of each draft token, written out for a chain too."""
+        return self.draft_row.parents or chain_parents(self.draft_row.num_tokens)
+
+    @property
+    def children(self) -> list[list[int]]:
+        """[num_tokens + 1] children of the root position and of each draft token."""
+        return children_of(self.parents)
+
+    @property
+    def row_depths(self) -> Sequence[int]:
+        """[num_tokens + 1] depth below the last committed token at which each row's token is."""
+        if not self.branches:
+            return range(len(self.rows))
+        return [0, *(depth + 1 for depth in depths(self.draft_row.parents))]
+
+    @property
     def position(self) -> int:
         """Position of the first draft token in the request."""
         return len(self.span.request.tokens)
 
 
 def draft_table(
-    spans: Sequence[SampledSpan], device: torch.device, on_device: DeviceDrafts | None = None
+    spans: Sequence[SampledSpan],
+    device: torch.device,
+    on_device: DeviceDrafts | None = None,
+    *,
+    branching: bool | None = None,
 ) -> DraftTable:
-    """The draft tokens of the spans; `first_rows` counts the rows of these spans only, one span after the other."""
+    """The draft tokens of the spans; `first_rows` counts the rows of these spans only, one span after the other.
+
+    Args:
+        spans: the spans.
+        device: of the table.
+        on_device: the draft tokens that only the device has.
+        branching: whether the table has trees; None: where one of these spans has branches.
+    """
     lengths = np.array([span.draft_row.num_tokens for span in spans], dtype=np.int64)
     token_ids = np.full((len(spans), int(lengths.max(initial=0))), -1, dtype=np.int64)
     first_rows = np.cumsum(lengths + 1) - (lengths + 1)
+    if branching is None:
+        branching = any(span.branches for span in spans)
+    trees = _trees(spans, token_ids.shape[1], device) if branching else None
     for row, span in enumerate(spans):
         if not span.draft_row.num_on_device:
             token_ids[row, : lengths[row]] = span.draft_row.token_ids
     if on_device is None:
-        return DraftTable(*to_device([token_ids, lengths, first_rows], device))
+        table, length, first_row = to_device([token_ids, lengths, first_rows], device)
+        return DraftTable(table, length, first_row, trees)
     places = np.full(token_ids.shape, -1, dtype=np.int64)
     for row, span in enumerate(spans):
         first = span.draft_row.device_row * on_device.token_ids.shape[1]
         places[row, : span.draft_row.num_on_device] = range(first, first + span.draft_row.num_on_device)
-    table, place, *rest = to_device([token_ids, places, lengths, first_rows], device)
+    table, place, length, first_row = to_device([token_ids, places, lengths, first_rows], device)
     drafted = on_device.token_ids.view(-1)[place.clamp(min=0)]
-    return DraftTable(torch.where(place >= 0, drafted, table), *rest)
+    return DraftTable(torch.where(place >= 0, drafted, table), length, first_row, trees)
+
+
+def _trees(spans: Sequence[SampledSpan], max_k: int, device: torch.device) -> Branches:
+    """The trees of the spans, chains among them."""
+    all_children = [span.children for span in spans]
+    width = max(len(children) for span_children in all_children for children in span_children)
+    parents = np.full((len(spans), max_k), -2, dtype=np.int64)
+    children = np.full((len(spans), max_k + 1, max(1, width)), max_k, dtype=np.int64)
+    forks = []
+    max_depth = 0
+    for index, (span, span_children) in enumerate(zip(spans, all_children, strict=True)):
+        parents[index, : len(span.parents)] = span.parents
+        max_depth = max(max_depth, 1 + max(depths(span.parents), default=-1))
+        for row, nodes in enumerate(span_children):
+            children[index, row, : len(nodes)] = nodes
+            if len(nodes) > 1:
+                forks.append((index, row))
+    on_device = to_device([parents, children, np.array(forks, dtype=np.int64).reshape(-1, 2)], device)
+    return Branches(on_device[0], on_device[1], max_depth, on_device[2])
 
 
 def accept_all(
@@ -105,22 +165,31 @@ def accept_all(
         The outcome of each span, on the device of the logits.
     """
     num_choices = sum(span.by_choice for span in spans)
+    branching = any(span.branches for span in spans)
     outcomes = []
     if num_choices > 0:
         group = spans[:num_choices]
-        choices = _target_choices(_rows_of(logits, group), group, None if found is None else _rows_of(found, group))
-        outcomes.append(compare(choices, draft_table(group, logits.device, on_device)))
+        choices = target_choices(rows_of(logits, group), group, None if found is None else rows_of(found, group))
+        outcomes.append(compare(choices, draft_table(group, logits.device, on_device, branching=branching)))
     if num_choices < len(spans):
-        outcomes.append(_reject_all(logits, spans[num_choices:], vocab, on_device))
-    if len(outcomes) == 1:
-        return outcomes[0]
+        group = spans[num_choices:]
+        drafts = draft_table(group, logits.device, on_device, branching=branching)
+        outcomes.append(_reject_all(logits, group, drafts, vocab, on_device))
+    return outcomes[0] if len(outcomes) == 1 else _joined(outcomes)
+
+
+def _joined(outcomes: Sequence[Outcome]) -> Outcome:
+    """The outcomes of all spans. Either all of them have paths or none."""
+    paths = [outcome.path for outcome in outcomes if outcome.path is not None]
+    width = max((path.shape[1] for path in paths), default=0)
     return Outcome(
         torch.cat([outcome.num_accepted for outcome in outcomes]),
         torch.cat([outcome.last_token for outcome in outcomes]),
+        torch.cat([F.pad(path, (0, width - path.shape[1]), value=-1) for path in paths]) if paths else None,
     )
 
 
-def _rows_of(values: torch.Tensor, spans: Sequence[SampledSpan]) -> torch.Tensor:
+def rows_of(values: torch.Tensor, spans: Sequence[SampledSpan]) -> torch.Tensor:
     """The values of the logit rows of these spans, one span after the other."""
     rows = [row for span in spans for row in span.rows]
     if rows == list(range(len(values))):
@@ -129,7 +198,7 @@ def _rows_of(values: torch.Tensor, spans: Sequence[SampledSpan]) -> torch.Tensor
     return values.index_select(0, index)
 
 
-def _target_choices(
+def target_choices(
     logits: torch.Tensor, spans: Sequence[SampledSpan], found: torch.Tensor | None = None
 ) -> torch.Tensor:
     """[R] int64: the target's token of each row of greedy and coupled spans.
@@ -147,7 +216,7 @@ def _target_choices(
         if not span.sampling.greedy:
             coupled += range(first, first + len(span.rows))
             samplings += [span.sampling] * len(span.rows)
-            seeds += [_seed(span, offset, Purpose.TOKEN) for offset in range(len(span.rows))]
+            seeds += [draw_seed(span, depth, Purpose.TOKEN) for depth in span.row_depths]
         first += len(span.rows)
     if not coupled:
         return most_likely(logits) if found is None else found
@@ -161,10 +230,13 @@ def _target_choices(
 
 
 def _reject_all(
-    logits: torch.Tensor, spans: Sequence[SampledSpan], vocab: torch.Tensor | None, on_device: DeviceDrafts | None
+    logits: torch.Tensor,
+    spans: Sequence[SampledSpan],
+    drafts: DraftTable,
+    vocab: torch.Tensor | None,
+    on_device: DeviceDrafts | None,
 ) -> Outcome:
     """Rejection sampling over all spans that use it."""
-    drafts = draft_table(spans, logits.device, on_device)
     max_k = drafts.token_ids.shape[1]
     uniforms = np.zeros((len(spans), max_k))
     seeds = np.zeros((len(spans), max_k + 1), dtype="<u8")
@@ -177,17 +249,20 @@ def _reject_all(
     )
     for index, span in enumerate(spans):
         k = span.draft_row.num_tokens
-        for offset in range(k):
-            uniforms[index, offset] = uniform(_seed(span, offset, Purpose.ACCEPT))
-            seeds[index, offset] = _seed(span, offset, Purpose.RECOVER)
-        seeds[index, k] = _seed(span, k, Purpose.TOKEN)
+        children, row_depths = span.children, span.row_depths
+        places = np.zeros(k, dtype=np.int64)  # of q: that of the first sibling
+        for row, (nodes, depth) in enumerate(zip(children, row_depths, strict=True)):
+            seeds[index, row] = draw_seed(span, depth, Purpose.RECOVER if nodes else Purpose.TOKEN)
+            for rank, node in enumerate(nodes):
+                uniforms[index, node] = uniform(draw_seed(span, depth, Purpose.ACCEPT, rank))
+                places[node] = nodes[0]
         if span.draft_row.probs is not None and k > 0:
             from_q[index] = True
             if on_device is not None and in_place:
                 first = span.draft_row.device_row * on_device.probs.shape[1]
-                rows[index, :k] = range(first, first + k)
+                rows[index, :k] = first + places
                 continue
-            rows[index, :k] = range(num_values, num_values + k)
+            rows[index, :k] = num_values + places
             values.append(span.draft_row.probs[:k])
             num_values += k
     words = seed_words(seeds.reshape(-1).tolist()).reshape(*seeds.shape, 2)
@@ -197,80 +272,11 @@ def _reject_all(
         stacked = on_device.probs.flatten(0, 1)  # q is read where the draft wrote it.
     elif values:
         stacked = values[0] if len(values) == 1 else torch.cat(values)
-    target_probs = warp(_rows_of(logits, spans), [span.sampling for span in spans for _ in span.rows])
+    target_probs = warp(rows_of(logits, spans), [span.sampling for span in spans for _ in span.rows])
     return reject(target_probs, drafts, DraftProbs(stacked, q_rows, drafted_from_q, vocab), uniform_rows, word_rows)
 
 
-def _seed(span: SampledSpan, offset: int, purpose: Purpose) -> int:
+def draw_seed(span: SampledSpan, depth: int, purpose: Purpose, rank: int = 0) -> int:
+    """The seed of a draw at a depth below the last committed token, for the sibling of a rank where several draw."""
     sampling = span.sampling
-    return stream_seed(sampling.stream_key, span.position + offset, purpose, sampling.attempt)
-
-
-def accept_each(logits: torch.Tensor, spans: Sequence[SampledSpan], vocab: torch.Tensor | None) -> Outcome:
-    """The twin of `accept_all`, for drafts that the host has: decides one span after the other. Same result.
-
-    It reads the device several times per span, and stops at the first rejection. On a CPU that is faster, because the
-    rows of one span stay in the cache of the processor.
-    """
-    num_choices = sum(span.by_choice for span in spans)
-    found: list[tuple[int, int]] = []
-    if num_choices > 0:
-        group = spans[:num_choices]
-        choices = _target_choices(_rows_of(logits, group), group).tolist()
-        for span in group:
-            found.append(_first_difference(span.draft_row.token_ids, choices))
-            choices = choices[len(span.rows) :]
-    if num_choices < len(spans):
-        group = spans[num_choices:]
-        probs = warp(_rows_of(logits, group), [span.sampling for span in group for _ in span.rows])
-        for span in group:
-            found.append(_reject_one(probs[: len(span.rows)], span, vocab))
-            probs = probs[len(span.rows) :]
-    num_accepted, last_tokens = zip(*found, strict=True)
-    return Outcome(torch.tensor(num_accepted, device=logits.device), torch.tensor(last_tokens, device=logits.device))
-
-
-def _reject_one(target_probs: torch.Tensor, span: SampledSpan, vocab: torch.Tensor | None) -> tuple[int, int]:
-    """Number of accepted draft tokens and the token after them, by rejection sampling.
-
-    Args:
-        target_probs: [k + 1, V] p.
-        span: the span.
-        vocab: target token ids of q's columns.
-    """
-    drafted = span.draft_row.token_ids
-    for j, token in enumerate(drafted):
-        p, q = target_probs[j], _draft_probs(span.draft_row, j, vocab, target_probs[j])
-        if uniform(_seed(span, j, Purpose.ACCEPT)) * float(q[token]) < float(p[token]):
-            continue
-        residual = (p - q).clamp_(min=0.0)
-        if not residual.any():  # p equals q but for rounding
-            residual = p
-        return j, _draw(residual, span, j, Purpose.RECOVER)
-    return len(drafted), _draw(target_probs[-1], span, len(drafted), Purpose.TOKEN)
-
-
-def _first_difference(drafted: Sequence[int], choices: Sequence[int]) -> tuple[int, int]:
-    """How many draft tokens equal the target's choices, and the choice after them."""
-    number = 0
-    while number < len(drafted) and drafted[number] == choices[number]:
-        number += 1
-    return number, choices[number]
-
-
-def _draft_probs(draft_row: DraftRow, j: int, vocab: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """q of draft token j over the target's vocabulary, [V] float32."""
-    q = torch.zeros_like(like)
-    if draft_row.probs is None:
-        q[draft_row.token_ids[j]] = 1.0
-    elif vocab is None:
-        q[: draft_row.probs.shape[-1]] = draft_row.probs[j, : len(q)]
-    else:
-        q[vocab] = draft_row.probs[j]
-    return q
-
-
-def _draw(weights: torch.Tensor, span: SampledSpan, offset: int, purpose: Purpose) -> int:
-    """One token from weights [V]."""
-    noise = gumbel([_seed(span, offset, purpose)], torch.arange(len(weights), device=weights.device))
-    return int(draw(weights.unsqueeze(0), noise))
+    return stream_seed(sampling.stream_key, span.position + depth + (rank << 32), purpose, sampling.attempt)

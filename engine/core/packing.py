@@ -16,8 +16,8 @@ import numpy.typing as npt
 from msgspec import Struct
 from msgspec.structs import replace
 
-from engine.core.step import Batch, DeviceTokens, Draft, ForwardInput, ForwardResult, Span, TreeMask
-from engine.core.tree import ancestor_masks, branches, depths
+from engine.core.step import Batch, DeviceTokens, Draft, ForwardInput, ForwardResult, RowVerdict, Span, TreeMask
+from engine.tree import ancestor_masks, branches, depths
 
 if TYPE_CHECKING:  # only a type here, as in `engine.core.step`
     import torch
@@ -161,3 +161,20 @@ def prompt_rows(span: Span) -> range:
         return range(0)
     first = max(span.start, len(request.prompt_logprobs))
     return range(first, max(first, min(span.start + span.num_tokens, request.num_prompt - 1)))
+
+
+def path_moves(spans: Sequence[Span], rows: Sequence[RowVerdict], block_size: int) -> list[tuple[int, int]]:
+    """From and to of the KV slots that the accepted paths leave in the wrong place."""
+    moves = []
+    for span, row in zip(spans, rows, strict=True):
+        root, block_ids = span.start + span.num_tokens, span.request.block_ids
+        for depth, node in enumerate(row.path):
+            if node != depth:
+                source, target = root + node, root + depth
+                moves.append(
+                    (
+                        block_ids[source // block_size] * block_size + source % block_size,
+                        block_ids[target // block_size] * block_size + target % block_size,
+                    )
+                )
+    return moves

@@ -97,7 +97,7 @@ class DraftRow(Struct, frozen=True, gc=False):
     match_len: int = 0
     """Length in tokens of the match that prompt lookup found, counted up to MAX_MATCH_LEN; 0 for other sources."""
     parents: tuple[int, ...] = ()
-    """Index of each node's parent among the tokens, -1 for the last committed token; see `engine.core.tree`. Empty for
+    """Index of each node's parent among the tokens, -1 for the last committed token; see `engine.tree`. Empty for
     a chain."""
     num_on_device: int = 0
     """Draft tokens in row `device_row` of `Draft.on_device`, always a chain; 0 if `token_ids` has them."""
@@ -145,8 +145,6 @@ class RowVerdict(Struct, frozen=True, gc=False):
     """Accepted draft tokens, then one more token; empty for a prefill chunk that does not sample."""
     num_accepted: int = 0
     """Number of accepted draft tokens."""
-    path: tuple[int, ...] = ()
-    """[num_accepted] the accepted nodes of a draft with branches, from the root on; empty for a chain."""
     last: EmittedKind | None = None
     """Origin of the final token: `recovered` after a rejection, `bonus` after a fully accepted draft, `plain` without a
     draft; None if the span does not sample."""
@@ -156,6 +154,8 @@ class RowVerdict(Struct, frozen=True, gc=False):
     """Entries of the prompt tokens that this step scored, in order; empty if the request did not ask for them."""
     confidences: tuple[float, ...] = ()
     """The draft's confidences of a draft on the device, which the host sees with the result; else empty."""
+    path: tuple[int, ...] = ()
+    """[num_accepted] the accepted nodes of a draft with branches, from the root on; empty for a chain."""
 
 
 class Features(Struct, frozen=True, gc=False):

@@ -15,11 +15,12 @@ import numpy.typing as npt
 import torch
 from msgspec import Struct
 
-from engine.core.acceptance import AcceptanceKind, SampledSpan, accept_all, accept_each, draft_table
-from engine.core.packing import Forward, pack_step, prompt_rows
+from engine.core.acceptance import AcceptanceKind, SampledSpan, accept_all, draft_table
+from engine.core.acceptance_each import accept_each
+from engine.core.packing import Forward, pack_step, path_moves, prompt_rows
 from engine.core.step import Batch, DeviceDrafts, Draft, Features, RowVerdict, Span, Verdict
 from engine.messages import EmittedKind, TokenLogprobs
-from engine.sampling.logits_processor import BatchLogitsProcessor
+from engine.sampling.logits_processor import BatchLogitsProcessor, LogitsProcessor
 from engine.sampling.logprobs import Scores, score, token_logprobs
 from engine.sampling.readback import HostClock, StepClock
 from engine.sampling.rejection import Outcome
@@ -48,16 +49,21 @@ class Verifier:
         self._block_size = block_size
         self._acceptance: AcceptanceKind = acceptance
         self._clock = clock or HostClock()
+        self._moves: list[tuple[int, int]] = []  # of the paths accepted last, for the next forward
 
     def verify(self, batch: Batch, draft: Draft) -> Verdict:
         """Run the target once and accept or reject every draft token.
+
+        Where an accepted path is not the first rows of its tree, its KV slots move at the beginning of the next
+        forward, before anything is written. Whatever became of the request and its blocks by then: a block in the
+        prefix cache gets its content before it is read, and one that has a new owner before the owner writes it.
 
         Raises:
             ShardDown: a target shard does not answer.
         """
         clock = self._clock
         clock.begin()
-        forward_input = pack_step(batch, draft, self._block_size)
+        forward_input = pack_step(batch, draft, self._block_size, self._moves)
         result = self._forward(forward_input)
         clock.forwarded()
         rows = accept_or_reject(
@@ -68,6 +74,7 @@ class Verifier:
             read=clock.read,
             most_likely=result.most_likely,
         )
+        self._moves = path_moves(batch.spans, rows, self._block_size)
         features = Features(result.hidden, forward_input.q_lens) if result.hidden is not None else None
         times = clock.times()
         return Verdict(rows, verify_s=times.forward_s, sample_s=times.rest_s, features=features)
@@ -106,6 +113,7 @@ def accept_or_reject(
         most_likely: [R] int64 column of the largest logit of each row, if it has been found already.
     """
     prompts, sampled = _layout(spans, draft)
+    branching = any(job.branches for job in sampled)
     reported = [place for place, job in enumerate(sampled) if _num_top(job) is not None]
     results: list[torch.Tensor] = []
     if prompts:
@@ -127,8 +135,13 @@ def accept_or_reject(
         if on_device is not None:
             emitted = outcome.emitted(draft_table(sampled, logits.device, on_device))
             results += [emitted, on_device.confidences]
+        results += [] if outcome.path is None else [outcome.path]
         results += [outcome.num_accepted, outcome.last_token]
-    return _verdicts(read(results), len(spans), prompts, sampled, reported, on_device=draft.on_device is not None)
+    return _verdicts(
+        *(read(results), len(spans), prompts, sampled, reported),
+        on_device=draft.on_device is not None,
+        branching=branching,
+    )
 
 
 def _layout(spans: Sequence[Span], draft: Draft) -> tuple[list[_PromptRows], list[SampledSpan]]:
@@ -175,15 +188,33 @@ def _process(logits: torch.Tensor, sampled: Sequence[SampledSpan]) -> bool:
             continue
         has_options = True
         logits_processor.follow(job.span.request.tokens)
-        num_tokens = logits_processor.num_tokens
         batch_processor.add(job.rows.start, logits_processor)
-        for row, token in zip(job.rows[1:], job.draft_row.token_ids, strict=True):  # The host has these tokens.
-            if not logits_processor.push(token):
-                break  # This token will be rejected, so no later row is used.
-            batch_processor.add(row, logits_processor)
-        logits_processor.rewind(num_tokens)
+        _process_children(batch_processor, logits_processor, job, job.children, 0)
     batch_processor.apply(logits)
     return has_options
+
+
+def _process_children(
+    batch_processor: BatchLogitsProcessor,
+    logits_processor: LogitsProcessor,
+    job: SampledSpan,
+    children: Sequence[Sequence[int]],
+    row: int,
+) -> None:
+    """Add the rows of all nodes below one, each with the state after its path.
+
+    Args:
+        logits_processor: after the path to `row`, where it is again at the end.
+        children: of each row.
+        row: counted from the first row of the span.
+    """
+    num_tokens = logits_processor.num_tokens
+    for node in children[row]:
+        if logits_processor.push(job.draft_row.token_ids[node]):  # The host has these tokens.
+            batch_processor.add(job.rows.start + 1 + node, logits_processor)
+            _process_children(batch_processor, logits_processor, job, children, node + 1)
+            logits_processor.rewind(num_tokens)
+        # Else the token will be rejected, so no row after it is used.
 
 
 def _score_prompts(logits: torch.Tensor, prompts: Sequence[_PromptRows]) -> Scores:
@@ -211,11 +242,16 @@ def _score_emitted(
         outcome: of all spans in `sampled`.
         on_device: draft tokens that only the device has.
     """
-    emitted = outcome.emitted(draft_table(sampled, logits.device, on_device))
+    table = draft_table(sampled, logits.device, on_device)
+    emitted, rows = outcome.emitted(table), outcome.rows(table)
     places = np.array([place for place in reported for _ in sampled[place].rows], dtype=np.int64)
     offsets = np.array([j for place in reported for j in range(len(sampled[place].rows))], dtype=np.int64)
-    place_index, offset_index = to_device([places, offsets], logits.device)
+    kept = np.cumsum([len(sampled[place].rows) for place in reported])  # rows of the reported spans before the next
+    firsts = np.repeat(np.concatenate(([0], kept[:-1])), [len(sampled[place].rows) for place in reported])
+    place_index, offset_index, first_index = to_device([places, offsets, firsts], logits.device)
     num_top = max(_num_top(sampled[place]) or 0 for place in reported)
+    if outcome.path is not None:
+        logits = logits.index_select(0, rows[place_index, offset_index] - rows[place_index, 0] + first_index)
     return score(logits, emitted[place_index, offset_index], num_top=num_top)
 
 
@@ -227,11 +263,13 @@ def _verdicts(
     reported: Sequence[int],
     *,
     on_device: bool,
+    branching: bool,
 ) -> tuple[RowVerdict, ...]:
     """The verdict of each span, from the arrays that `accept_or_reject` has copied to the host.
 
     Args:
         on_device: whether emitted tokens and confidences are among them.
+        branching: whether paths are among them.
     """
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
     if prompts:
@@ -243,27 +281,30 @@ def _verdicts(
     verdicts = [RowVerdict(prompt_logprobs=prompt_logprobs.get(index, ())) for index in range(num_spans)]
     if not sampled:
         return tuple(verdicts)
-    num_accepted, last_tokens = results[-2].tolist(), results[-1].tolist()
+    last_tokens, num_accepted = results.pop().tolist(), results.pop().tolist()
+    paths = results.pop().tolist() if branching else None
+    confidences, emitted = (results.pop(), results.pop()) if on_device else (None, None)
     emitted_logprobs: dict[int, list[TokenLogprobs]] = {}
-    emitted, confidences = (results[-4], results[-3]) if on_device else (results[-1], results[-1])
     if reported:
         tops = [_num_top(sampled[place]) or 0 for place in reported for _ in sampled[place].rows]
-        chosen, values, ids = results[: -4 if on_device else -2][-3:]
+        chosen, values, ids = results[-3:]
         logprobs = token_logprobs(chosen, values, ids, tops)
         for place in reported:
             emitted_logprobs[place] = logprobs[: num_accepted[place] + 1]
             logprobs = logprobs[len(sampled[place].rows) :]
     for place, (job, number, last_token) in enumerate(zip(sampled, num_accepted, last_tokens, strict=True)):
         drafted = job.draft_row
-        accepted = drafted.token_ids[:number]
+        path = tuple(paths[place][:number]) if paths is not None and job.branches else ()
+        accepted = tuple(drafted.token_ids[node] for node in path) if path else drafted.token_ids[:number]
         certainties: tuple[float, ...] = ()
-        if drafted.num_on_device:
+        if drafted.num_on_device and emitted is not None and confidences is not None:
             accepted = tuple(emitted[place][:number].tolist())
             certainties = tuple(confidences[drafted.device_row][: drafted.num_on_device].tolist())
         verdicts[job.index] = RowVerdict(
             token_ids=(*accepted, last_token),
             num_accepted=number,
-            last=_last_kind(drafted.num_tokens, number),
+            path=path,
+            last=_last_kind(job, path, number),
             logprobs=tuple(emitted_logprobs.get(place, ())),
             prompt_logprobs=prompt_logprobs.get(job.index, ()),
             confidences=certainties,
@@ -271,8 +312,10 @@ def _verdicts(
     return tuple(verdicts)
 
 
-def _last_kind(num_drafted: int, num_accepted: int) -> EmittedKind:
+def _last_kind(job: SampledSpan, path: Sequence[int], num_accepted: int) -> EmittedKind:
     """Origin of the last emitted token."""
-    if num_drafted == 0:
+    if job.draft_row.num_tokens == 0:
         return "plain"
-    return "bonus" if num_accepted == num_drafted else "recovered"
+    if not job.branches:
+        return "bonus" if num_accepted == job.draft_row.num_tokens else "recovered"
+    return "recovered" if job.children[path[-1] + 1 if path else 0] else "bonus"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.core.step import Features, Span
+from engine.core.step import Features, RowVerdict, Span
 
 
 @dataclass(slots=True)
@@ -45,20 +45,26 @@ class FeatureLog:
         self._next = 0
         self._runs: dict[int, deque[_Run]] = {}
 
-    def add(self, features: Features, spans: Sequence[Span]) -> None:
+    def add(self, features: Features, spans: Sequence[Span], verdicts: Sequence[RowVerdict]) -> None:
         """Keep the features of a step whose verdict has been committed. The draft must not be reading.
 
         Args:
             features: of the step.
             spans: of the step's batch; finished requests may be among them.
+            verdicts: of the spans.
         """
         row = self._next
         self._copy(features.values)
-        for span, q_len in zip(spans, features.q_lens.tolist(), strict=True):
+        for span, q_len, verdict in zip(spans, features.q_lens.tolist(), verdicts, strict=True):
             request = span.request
             if request.finish_reason is None:
                 # The last committed token has not been computed yet; rows from its position on were rejected.
-                self._append(request.key, span.start, row, min(q_len, len(request.tokens) - 1 - span.start))
+                length = min(q_len, len(request.tokens) - 1 - span.start)
+                if verdict.path:
+                    length = span.num_tokens
+                self._append(request.key, span.start, row, length)
+                for depth, node in enumerate(verdict.path):
+                    self._append(request.key, span.start + length + depth, row + length + node, 1)
             row += q_len
 
     def rows(self, key: int, start: int, num_tokens: int) -> tuple[int, ...]:

@@ -162,7 +162,7 @@ class RemoteDrafter:
     def committed(self, batch: Batch, verdict: Verdict) -> None:
         """Keep the target's features of the step for a draft that reads them."""
         if self._log is not None and verdict.features is not None:
-            self._log.add(verdict.features, batch.spans)
+            self._log.add(verdict.features, batch.spans, verdict.rows)
 
     def forget(self, keys: Sequence[int]) -> None:
         if self._log is not None:

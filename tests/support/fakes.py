@@ -77,21 +77,32 @@ class ToyModel:
         return row
 
     def forward(self, plan: ForwardInput) -> ForwardResult:
-        """Logits [R, columns] float32 of the wanted rows; writes every row's token to the cache."""
+        """Logits [R, columns] float32 of the wanted rows; moves slots, then writes every row's token to the cache."""
         self.num_rows += len(plan.token_ids)
+        for source, target in () if plan.moves is None else plan.moves.tolist():
+            self._cache[target] = self._cache[source]
         self._cache[plan.slots] = tokens_of_rows(plan)
         wanted = set(plan.logit_rows.tolist())
         out = []
         row = 0
         for span, (q_len, kv_len) in enumerate(zip(plan.q_lens, plan.kv_lens, strict=True)):
-            for position in range(kv_len - q_len, kv_len):
-                assert plan.positions[row] == position
+            for slot in range(kv_len - q_len, kv_len):
+                where = seen_slots(plan, span, row, slot)
+                assert plan.positions[row] == len(where) - 1
                 if row in wanted:
-                    where = np.arange(position + 1)
                     slots = plan.block_tables[span, where // self.block_size] * self.block_size
                     out.append(self.logits_after(self._cache[slots + where % self.block_size].tolist()))
                 row += 1
         return ForwardResult(torch.from_numpy(np.stack(out)) if out else torch.zeros(0, self.columns))
+
+
+def seen_slots(plan: ForwardInput, span: int, row: int, slot: int) -> np.ndarray:
+    """The slots of a span that a row in one of them sees."""
+    first = plan.kv_lens[span] if plan.tree is None else plan.kv_lens[span] - plan.tree.num_slots[span]
+    if plan.tree is None or slot < first:
+        return np.arange(slot + 1)
+    word = int(plan.tree.ancestors[row])
+    return np.array([*range(first), *(first + j for j in range(64) if word >> j & 1)])
 
 
 def tokens_of_rows(forward_input: ForwardInput) -> np.ndarray:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fakes import LoopbackEndpoint, ToyModel, tokens_of_rows
+from fakes import LoopbackEndpoint, ToyModel, seen_slots, tokens_of_rows
 
 from engine.core.block_pool import BlockPool
 from engine.core.step import ForwardInput, ForwardResult
@@ -42,12 +42,10 @@ class FeaturedToy(ToyModel):
         logits = super().forward(forward_input).logits
         rows = []
         for span, (q_len, kv_len) in enumerate(zip(forward_input.q_lens, forward_input.kv_lens, strict=True)):
-            where = np.arange(kv_len)
-            slots = (
-                forward_input.block_tables[span, where // self.block_size] * self.block_size + where % self.block_size
-            )
-            tokens = self._cache[slots].tolist()
-            rows += [self.features_after(tokens[:end]) for end in range(kv_len - q_len + 1, kv_len + 1)]
+            for slot in range(kv_len - q_len, kv_len):
+                where = seen_slots(forward_input, span, len(rows), slot)
+                slots = forward_input.block_tables[span, where // self.block_size] * self.block_size
+                rows.append(self.features_after(self._cache[slots + where % self.block_size].tolist()))
         return ForwardResult(logits, torch.tensor(rows, dtype=torch.float32))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.core.packing import SpanRows
-from engine.core.tree import ancestor_masks, depths
+from engine.tree import ancestor_masks, depths
 
 
 def random_parents(rng: random.Random, num_nodes: int) -> tuple[int, ...]:

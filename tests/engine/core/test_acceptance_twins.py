@@ -6,11 +6,13 @@ for bit: both use the same random stream and the same distributions.
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trees import random_parents
 
 from engine.core.request import Request
 from engine.core.step import Draft, DraftRow, RowVerdict, Span
@@ -18,6 +20,7 @@ from engine.core.verifier import accept_or_reject
 from engine.messages import SamplingParams, Submit
 from engine.sampling.logits_processor import LogitsProcessor
 from engine.sampling.penalties import TokenOptions
+from engine.tree import branches, chain_parents, children_of
 
 VOCAB = 300
 SAMPLINGS = st.builds(
@@ -31,15 +34,20 @@ SAMPLINGS = st.builds(
     num_logprobs=st.sampled_from([None, 0, 3]),
     num_prompt_logprobs=st.sampled_from([None, None, 2]),
 )
-SPANS = st.lists(st.tuples(SAMPLINGS, st.integers(0, 4), st.booleans(), st.booleans()), min_size=1, max_size=6)
+SPANS = st.lists(
+    st.tuples(SAMPLINGS, st.integers(0, 9), st.booleans(), st.booleans(), st.sampled_from(["chain", "tree"])),
+    min_size=1,
+    max_size=6,
+)
 
 
 def step_of(spans: list[Any], vocab: torch.Tensor | None, seed: int) -> tuple[torch.Tensor, list[Span], Draft]:
-    """A step of spans (sampling, k, drafted from q, drafted by the target's own distribution)."""
+    """A step of spans (sampling, k, drafted from q, drafted by the target's own distribution, shape)."""
+    rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     width = VOCAB if vocab is None else len(vocab)
     step_spans, rows, logits = [], [], []
-    for key, (sampling, k, from_q, close) in enumerate(spans):
+    for key, (sampling, k, from_q, close, shape) in enumerate(spans):
         prompt = tuple(torch.randint(0, VOCAB, (6,), generator=generator).tolist())
         request = Request(
             submit=Submit(request_id=str(key), prompt=prompt, sampling=sampling),
@@ -51,19 +59,25 @@ def step_of(spans: list[Any], vocab: torch.Tensor | None, seed: int) -> tuple[to
         request.logits_processor = LogitsProcessor(options) if options is not None else None
         num_prompt_rows = 0 if sampling.num_prompt_logprobs is None else 5
         span_logits = torch.randn(num_prompt_rows + k + 1, VOCAB, generator=generator) * 3
-        own = span_logits[num_prompt_rows : num_prompt_rows + k]
+        parents = random_parents(rng, k) if shape == "tree" else chain_parents(k)
+        judges = [num_prompt_rows + parent + 1 for parent in parents]
+        own = span_logits[judges]
         columns = own if vocab is None else own[:, vocab]
         q = torch.softmax(columns + (0.1 if close else 3.0) * torch.randn(k, width, generator=generator), -1)
-        tokens = torch.multinomial(q, 1, generator=generator).flatten() if k else torch.zeros(0, dtype=torch.long)
+        tokens = torch.zeros(k, dtype=torch.long)
+        for nodes in children_of(parents):
+            if nodes:  # Siblings have one q, and are drawn from it without replacement.
+                tokens[nodes] = torch.multinomial(q[nodes[0]], len(nodes), generator=generator)
         token_ids = (tokens if vocab is None else vocab[tokens]).tolist()
         step_spans.append(Span(request, 0, len(prompt), k, True, "plan"))
-        rows.append(DraftRow(tuple(token_ids), q if from_q else None))
+        is_tree = branches(parents)
+        rows.append(DraftRow(tuple(token_ids), q if from_q else None, parents=parents if is_tree else ()))
         logits.append(span_logits)
     return torch.cat(logits), step_spans, Draft(tuple(rows), vocab)
 
 
 def tokens_of(verdicts: tuple[RowVerdict, ...]) -> list[Any]:
-    return [(verdict.token_ids, verdict.num_accepted, verdict.last) for verdict in verdicts]
+    return [(verdict.token_ids, verdict.num_accepted, verdict.last, verdict.path) for verdict in verdicts]
 
 
 @settings(max_examples=120, deadline=None)
@@ -97,4 +111,20 @@ def test_drafts_are_accepted_recovered_and_extended() -> None:
         rows.append(DraftRow(drafted))
     for acceptance in ("together", "each"):
         verdicts = accept_or_reject(logits.clone(), spans, Draft(tuple(rows)), acceptance=acceptance)
-        assert tokens_of(verdicts) == [((1, 1), 1, "bonus"), ((1,), 0, "recovered"), ((1,), 0, "plain")]
+        assert tokens_of(verdicts) == [((1, 1), 1, "bonus", ()), ((1,), 0, "recovered", ()), ((1,), 0, "plain", ())]
+
+
+def test_a_path_goes_through_the_branches_that_the_target_chooses() -> None:
+    """The root position has three children, of which the second one has two. The target chooses 1, then 2, then 0."""
+    chosen = {0: 1, 2: 2, 4: 0}  # by row
+    logits = torch.zeros(6, 4)
+    for row, token in chosen.items():
+        logits[row, token] = 100.0
+    sampling = SamplingParams(temperature=1.0)
+    request = Request(submit=Submit(request_id="0", prompt=(0,), sampling=sampling), key=0, stream_key=1, tokens=[0])
+    row = DraftRow((3, 1, 3, 2, 0), parents=(-1, -1, 1, 1, -1))
+    for acceptance in ("together", "each"):
+        (verdict,) = accept_or_reject(
+            logits.clone(), [Span(request, 0, 1, 5, True, "plan")], Draft((row,)), acceptance=acceptance
+        )
+        assert tokens_of((verdict,)) == [((1, 2, 0), 2, "bonus", (1, 3))]

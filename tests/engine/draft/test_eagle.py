@@ -20,7 +20,7 @@ from toy_eagle import FeaturedToy, toy_eagle
 
 from engine.core.pacing import KChoice, SpeculationPlan
 from engine.core.request import Request
-from engine.core.step import Features, Span
+from engine.core.step import Features, RowVerdict, Span
 from engine.draft.feature_log import FeatureLog
 from engine.draft.messages import DraftRequestRow, DraftResponse
 from engine.errors import DraftDown
@@ -258,7 +258,7 @@ def test_the_log_finds_every_feature_that_is_still_there_and_no_other(seed: int,
                     written.pop((span.request.key, position), None)
             span.request.num_computed = span.start + span.num_tokens + accepted
         q_lens = np.array([span.num_tokens + drafted for span, drafted in spans], np.int32)
-        log.add(Features(features, q_lens), [span for span, _ in spans])
+        log.add(Features(features, q_lens), [span for span, _ in spans], [RowVerdict()] * len(spans))
         for request in requests:
             start = rng.randint(0, len(request.tokens))
             for token, row_index in enumerate(log.rows(request.key, start, len(request.tokens) - start), start):

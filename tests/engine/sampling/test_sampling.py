@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from reference import Spelling, equal_logprobs, generate, processed, sequence_distribution, target_distribution
 from statistic import joint_p_value, p_value
 from toy_requests import asked_again, submits_lists
+from tree_drafts import RandomTrees
 
 from engine.core.acceptance import AcceptanceKind
 from engine.core.drafter import Drafter, NoDrafter
@@ -53,7 +54,10 @@ SPELLING = Spelling(
         DEAD_END: frozenset({"abd", "bab", "caa"}),
     },
 )
-METHODS = ("none", "ngram", "draft_model", "draft_model_reduced", "draft_model_small_pool", "draft_model_on_device")
+METHODS = (
+    *("none", "ngram", "draft_model", "draft_model_reduced", "draft_model_small_pool", "draft_model_on_device"),
+    *("trees", "certain_trees"),
+)
 
 
 def make_drafter(method: str, block_size: int = 4, sharpness: float = 1.5) -> Drafter:
@@ -61,6 +65,9 @@ def make_drafter(method: str, block_size: int = 4, sharpness: float = 1.5) -> Dr
         return FirstOf(GrammarDrafter(), NoDrafter(), source="grammar")
     if method == "ngram":
         return FirstOf(GrammarDrafter(), NgramDrafter(min_size=1, max_size=3), source="grammar")
+    if method.endswith("trees"):
+        model = ToyModel(vocab_size=VOCAB, seed=3, blend=0.3, sharpness=sharpness)
+        return RandomTrees(model, 7, certain=method == "certain_trees")
     if method == "draft_model_reduced":
         draft = ToyModel(
             vocab_size=VOCAB, columns=5, num_blocks=256, block_size=block_size, seed=3, sharpness=sharpness
@@ -177,7 +184,14 @@ COMBINATIONS = [(name,) for name in OPTIONS] + list(
 
 @pytest.mark.parametrize(
     ("method", "runs", "acceptance"),
-    [("draft_model", 220, "together"), ("draft_model_reduced", 80, "together"), ("draft_model_reduced", 80, "each")],
+    [
+        *(
+            ("draft_model", 220, "together"),
+            ("draft_model_reduced", 80, "together"),
+            ("draft_model_reduced", 80, "each"),
+        ),
+        *(("trees", 150, "together"), ("trees", 150, "each"), ("certain_trees", 80, "each")),
+    ],
 )
 def test_each_option_and_each_pair_follows_its_distribution_in_one_mixed_batch(
     method: str, runs: int, acceptance: AcceptanceKind
@@ -187,8 +201,8 @@ def test_each_option_and_each_pair_follows_its_distribution_in_one_mixed_batch(
     engine = ToyEngine(
         target,
         make_drafter(method, sharpness=2.2),
-        RandomPacer(5, max_k=4),
-        max_step_tokens=160,
+        RandomPacer(5, max_k=6 if method.endswith("trees") else 4),
+        max_step_tokens=260,
         max_num_requests=32,
         num_blocks=256,
         grammars=toy_grammars(SPELLING),
