@@ -1,15 +1,17 @@
 """Which JSON schemas are supported: those where the grammar compiler enforces every keyword.
 
-Owns the list of supported keywords and of the keywords that cannot be combined. The compiler ignores unknown keywords,
-so a response could violate the schema. This module refuses such a schema and names the path and the keyword.
+Owns the list of supported keywords and of the keywords that cannot be combined; `schema_values` checks their values.
+The compiler ignores unknown keywords, so a response could violate the schema. This module refuses such a schema and
+names the path and the keyword.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
+
+from engine.sampling.schema_values import listed_problems, number_problems, pattern_problem
 
 _ANNOTATIONS = frozenset(
     (
@@ -38,9 +40,6 @@ _FORMATS = frozenset(
         *("uri", "uri-reference", "json-pointer"),
     )
 )
-_CLASS = re.compile(r"\[(?:\\.|[^\]\\])*\]", re.DOTALL)
-_UNSAFE_PATTERN = re.compile(r'"|\\[\\nrtfv0bBxuc1-9]|[\x00-\x1f]|\(\?[=!<]')
-"""Parts of a pattern that could produce a raw quote, backslash or control character, or are not a regular language."""
 _EXCLUSIVE = (
     ("pattern", ("minLength", "maxLength", "format")),
     ("format", ("minLength", "maxLength")),
@@ -81,6 +80,8 @@ def _combined(node: dict[str, Any], head: str, keywords: set[str], path: str) ->
             others = set()
     if others:
         yield f"{path}: {', '.join(sorted(others))} together with {head} cannot be enforced; use only one of them"
+    for value in values if head in ("enum", "const") and isinstance(values, list) else ():
+        yield from listed_problems(value, f"{path}.{head}")
     if head in ("anyOf", "oneOf", "allOf"):
         parts = node[head]
         if not isinstance(parts, list) or not parts:
@@ -112,13 +113,17 @@ def _plain(node: dict[str, Any], keywords: set[str], path: str) -> Iterator[str]
         clash = [other for other in others if other in keywords]
         if name in keywords and clash:
             yield f"{path}: {name} together with {', '.join(clash)} cannot be enforced"
-    if "pattern" in keywords and (unsafe := _UNSAFE_PATTERN.search(_CLASS.sub("", str(node["pattern"])))):
-        yield f"{path}.pattern: {unsafe[0]!r} is not supported outside of [...]"
+    if "pattern" in keywords and (problem := pattern_problem(str(node["pattern"]))):
+        yield f"{path}.pattern: {problem}"
+    yield from number_problems(node, types, path)
     if "format" in keywords and node["format"] not in _FORMATS:
         yield f"{path}.format: {node['format']!r} given, allowed are {', '.join(sorted(_FORMATS))}"
     yield from _object(node, path)
     yield from _children(node.get("properties"), f"{path}.properties")
     yield from _children(node.get("patternProperties"), f"{path}.patternProperties")
+    for pattern in node.get("patternProperties") or ():
+        if problem := pattern_problem(str(pattern)):
+            yield f"{path}.patternProperties: {problem}"
     for name in ("items", "additionalProperties", "propertyNames"):
         if name in node:
             yield from _node(node[name], f"{path}.{name}")

@@ -5,7 +5,6 @@ Random schemas are walked token by token with random choices on a vocabulary of 
 
 from __future__ import annotations
 
-import codecs
 import json
 import random
 import re
@@ -13,7 +12,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from byte_grammar import BYTE_VOCAB, END, allowed, byte_grammars
+from byte_grammar import byte_grammars, walk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,33 +20,6 @@ from engine.errors import InvalidRequest
 from engine.messages import GrammarSpec
 from engine.sampling.grammar import Matcher, validate_grammar
 from engine.sampling.json_schema import schema_problems
-
-
-def walk(matcher: Matcher, rng: random.Random, most: int) -> str | None:
-    """A text of random choices that are UTF-8; None when it is not complete after `most` tokens."""
-    text = b""
-    for _ in range(most):
-        tokens = [token for token in allowed(matcher) if token == END or _is_utf8(text + BYTE_VOCAB[token])]
-        if not tokens:
-            return None
-        # A text ends as soon as it may. Otherwise most texts of an open schema would never end.
-        closing = [token for token in tokens if token == END or BYTE_VOCAB[token] in (b'"', b"}", b"]", b'"}')]
-        token = rng.choice(closing if closing and rng.random() < 0.6 else tokens)
-        assert matcher.push(token)
-        if token == END:
-            return text.decode()
-        text += BYTE_VOCAB[token]
-    return None
-
-
-def _is_utf8(text: bytes) -> bool:
-    """Whether it is the beginning of some text."""
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(text)
-    except UnicodeDecodeError:
-        return False
-    return True
-
 
 names = st.sampled_from(["a", "b", "name", "é", "long name", 'q"'])
 
