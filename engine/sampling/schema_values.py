@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeGuard
 
 NUM_DECIMALS = 6
 """Most decimals of a number that has bounds."""
@@ -140,7 +140,7 @@ def _is_escaped(code: int) -> bool:
     return code < 0x20 or chr(code) in '"\\'
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
