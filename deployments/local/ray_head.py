@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -43,10 +44,12 @@ class LocalRay:
 
     Args:
         num_cpus: logical CPUs that it offers. They are only counted for placement and may exceed the machine's.
+        choose_ports: returns a free port for each one that is preferred; 0 is any.
     """
 
-    def __init__(self, *, num_cpus: int) -> None:
+    def __init__(self, *, num_cpus: int, choose_ports: Callable[..., list[int]] = free_ports) -> None:
         self._num_cpus = num_cpus
+        self._choose_ports = choose_ports
         self._process: subprocess.Popen[bytes] | None = None
         self.folder = Path(tempfile.mkdtemp(prefix="paceline-", dir=TEMPORARY))
         self.port, self.dashboard_port = GCS_PORT, DASHBOARD_PORT
@@ -93,12 +96,13 @@ class LocalRay:
         return self
 
     def _launch(self) -> None:
-        self.port, self.dashboard_port, *others = free_ports(GCS_PORT, DASHBOARD_PORT, *[0] * 5)
+        self.port, self.dashboard_port, *others = self._choose_ports(GCS_PORT, DASHBOARD_PORT, *[0] * 5)
         options = ("dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent", "metrics-export")
         names = [f"--{option}-port" for option in (*options, "ray-client-server")]
         ports = {"--port": self.port, "--dashboard-port": self.dashboard_port} | dict(zip(names, others, strict=True))
         command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--disable-usage-stats"]
         command += ["--include-log-monitor", "false", "--no-monitor"]  # for drivers that print, for clusters that grow
+        command += ["--include-dashboard", "true"]  # without it the head would run on where the dashboard has failed
         command += ["--node-ip-address", LOOPBACK, "--dashboard-host", LOOPBACK, "--temp-dir", str(self.folder / "ray")]
         command += ["--num-cpus", str(self._num_cpus), "--object-store-memory", str(OBJECT_STORE_BYTES)]
         command += [part for name, port in ports.items() for part in (name, str(port))]

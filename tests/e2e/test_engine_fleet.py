@@ -52,7 +52,7 @@ def life(models: Path) -> dict[str, Any]:
 
 
 def test_replicas_follow_the_load_and_no_request_fails(life: dict[str, Any]) -> None:
-    """From one to three, because twelve streams fill three batches, and back to one without load."""
+    """From one to three, because fifteen streams fill three batches, and back to one without load."""
     assert life["desired"] == [3.0]
     assert life["failures_while_scaling"] == []
     assert life["files_at_last"] == 1
@@ -81,10 +81,10 @@ def test_a_new_model_replaces_the_old_one_under_load_and_no_request_fails(life: 
 
 
 def test_a_killed_node_costs_only_the_requests_that_it_was_computing(life: dict[str, Any]) -> None:
-    """The node that Paceline's controller is on. Of the twelve streams in flight about a third are there."""
-    assert len(life["lost_requests"]) <= 8, life
+    """The node that Paceline's controller is on. Of the fifteen streams in flight a third is there."""
+    assert len(life["lost_requests"]) <= 5 + 3, life
     assert life["lost_later"] == []
-    assert life["answers_after_death"] > 12
+    assert life["answers_after_death"] > 15
 
 
 @pytest.mark.slow

@@ -33,7 +33,8 @@ from deployments.local.bundle import write_bundle
 from deployments.local.ports import free_ports
 from deployments.local.yaml_config import DEFAULT_FILE
 
-STREAMS = 12
+STREAMS = 15
+"""More than fit into the batches of three replicas, fewer than one replica takes."""
 BATCH, WAITING = 4, 12
 """Requests that a replica computes at once, and that may wait for it."""
 READINGS = 12
@@ -170,8 +171,8 @@ def sample(address: str, name: str) -> float:
 
 def life(fleet: Fleet) -> Iterator[tuple[str, Any]]:
     """What is seen, by name."""
-    scaling = {"min_replicas": 1, "max_replicas": 3, "tpot_s": 1.0, "upscale_delay_s": 1, "downscale_delay_s": 8}
-    fleet.put(autoscaling=scaling | {"look_back_s": 3})
+    scaling = {"min_replicas": 1, "max_replicas": 3, "tpot_s": 1.0, "upscale_delay_s": 1, "look_back_s": 3}
+    fleet.put(autoscaling=scaling | {"downscale_delay_s": 600})  # the number stays while nothing is asked
     yield "first_s", wait_for("one replica", lambda: fleet.is_running() and len(fleet.living()) == 1)
     yield "cached_share_of_one", cached_share(fleet.url, "one")
     with Load(fleet.url, STREAMS) as load:
@@ -184,7 +185,7 @@ def life(fleet: Fleet) -> Iterator[tuple[str, Any]]:
     yield "burst_of_a_session", burst(fleet.url, 2 * (BATCH + WAITING), **{"x-session-id": "busy"})
     with Load(fleet.url, STREAMS) as load:
         old = set(fleet.living())
-        fleet.put(**fleet.engine("second"))
+        fleet.put(autoscaling=scaling | {"downscale_delay_s": 5}, **fleet.engine("second"))
         wait_for("new replicas only", lambda: not old & fleet.living().keys() and fleet.status() == "RUNNING")
         yield "failures_in_upgrade", [answer.text for answer in load.failures]
         yield "texts_in_upgrade", len(load.texts)
