@@ -143,7 +143,7 @@ class LiveSettings(Settings):
     """Policy that chooses K; see engine.speculative.policy."""
     max_k: Annotated[int, Field(ge=0, le=MAX_K)] | None = None
     """Largest K, at most engine.speculative.k."""
-    max_batch: Annotated[int, Field(ge=1)] | None = None
+    max_batch: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     """Policy `threshold`: number of decoding requests from which on nothing is drafted."""
     enabled: bool | None = None
     """false turns drafting off under every policy."""

@@ -58,7 +58,7 @@ class PaceBody(BaseModel):
 
     policy: PolicyName | None = None
     max_k: Annotated[int, Field(ge=0)] | None = None
-    max_batch: Annotated[int, Field(ge=1)] | None = None
+    max_batch: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     enabled: bool | None = None
 
 

@@ -82,6 +82,8 @@ def test_pace_is_read_and_changed() -> None:
         ({"max_k": "2"}, "max_k"),
         ({"max_k": True}, "max_k"),
         ({"max_batch": 0}, "max_batch"),
+        ({"max_batch": 2**31}, "max_batch"),
+        ({"max_batch": 10**400}, "max_batch"),
         ({"policy": "fastest"}, "policy"),
         ({"enabled": 1}, "enabled"),
         ({"k": 2}, "k"),
