@@ -32,6 +32,8 @@ from engine.threads import threads_per_shard
 from engine.workers.leader import Leader
 from engine.workers.target_shard import TargetShard
 
+COSTS_PERIOD_S = 30.0
+"""Seconds between two writes of the learned costs, while there are steps."""
 _LEAST_PERIOD_S = 1e-3
 
 
@@ -41,9 +43,10 @@ class PacedShard:
     Args:
         shard: rank 0, after `bring_up`.
         cost_folder: where cost tables of earlier starts are kept.
+        costs_period_s: seconds between two writes of the learned costs.
     """
 
-    def __init__(self, shard: TargetShard, cost_folder: Path) -> None:
+    def __init__(self, shard: TargetShard, cost_folder: Path, *, costs_period_s: float = COSTS_PERIOD_S) -> None:
         self._config = shard.config
         speculative = shard.config.speculative
         self._costs = TableCache(cost_folder, cost_identity(shard))
@@ -65,10 +68,22 @@ class PacedShard:
             observers=(self._aggregator.add, self._tpot_estimate.observe, self._recorder.add),
         )
         self._asked_s, self._num_emitted = time.monotonic(), 0.0  # of the last call of `replica_load`
+        self._costs_period_s = costs_period_s
+        self._kept_s, self._num_kept_steps = time.monotonic(), 0.0  # of the last write of the learned costs
 
     def fold(self) -> None:
-        """Count the steps since the last call. Call a few times a second, or memory grows."""
+        """Count the steps since the last call. Call a few times a second, or memory grows.
+
+        From time to time the learned costs replace those of the start on disk. The next start and `paceline plan` use
+        them: they hold what only steps show, and a busy moment at the start is averaged out.
+        """
         self._recorder.fold()
+        now_s = time.monotonic()
+        if now_s - self._kept_s >= self._costs_period_s:
+            num_steps = self._recorder.read().number("paceline_steps_total")
+            if num_steps > self._num_kept_steps:
+                self._costs.store(self._goodput.cost.table())
+            self._kept_s, self._num_kept_steps = now_s, num_steps
 
     def take_observation(self) -> Observation:
         """Sums over the steps since the last call, for the controller."""

@@ -46,9 +46,9 @@ def shard_of(folder: Path, *, kv_block_size: int = 16, **speculative: object) ->
 
 
 @contextmanager
-def paced_over(shard: TargetShard, cost_folder: Path) -> Iterator[PacedShard]:
+def paced_over(shard: TargetShard, cost_folder: Path, **options: float) -> Iterator[PacedShard]:
     """A paced shard that is stepped by hand; its socket is closed afterwards."""
-    paced = PacedShard(shard, cost_folder)
+    paced = PacedShard(shard, cost_folder, **options)
     yield paced
     shard.stop()
     paced.leader.run()
@@ -90,6 +90,23 @@ def test_a_table_that_no_longer_holds_is_measured_again(folder: Path, tmp_path: 
     measured = costs.load()
     assert measured is not None
     assert max(measured.verify_s) < 1000.0
+
+
+def test_what_steps_teach_is_kept_for_the_next_start(folder: Path, tmp_path: Path) -> None:
+    """Only steps show what a step costs besides its forward."""
+    shard = shard_of(folder)
+    costs = TableCache(tmp_path, cost_identity(shard))
+    with paced_over(shard, tmp_path, costs_period_s=0.0) as paced:
+        first = costs.load()
+        paced.fold()
+        assert costs.load() == first, "no step, nothing learned"
+        run_requests(paced, count=3, max_tokens=10)
+        paced.fold()
+        kept = costs.load()
+    assert first is not None
+    assert kept is not None
+    assert first.overhead_s == 0.0
+    assert kept.overhead_s > 0.0
 
 
 def test_a_cost_table_belongs_to_the_settings_that_change_a_step(folder: Path) -> None:
