@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distill_fakes import VOCAB, open_target, write_shards, write_target
+from fakes import FixedPacer
+from local_engine import LocalEngine
+from tiny_tokenizer import byte_level
 
 from distill.data.shards import Batch, token_mass
 from distill.models.costs import CONTEXT, measure
@@ -16,9 +20,12 @@ from distill.models.decoder import FrozenTarget, rms_norm, rope_tables
 from distill.models.eagle import EagleDraft
 from distill.models.export import DraftMismatchError, export_draft, load_draft, start_from
 from distill.models.parallel import ParallelDraft
+from distill.options import add_distill_parser
 from distill.settings import TrainConfig
 from distill.training.evaluate import evaluate
 from distill.training.trainer import step_loss, train
+from engine.errors import ConfigError
+from engine.messages import SamplingParams, Submit
 
 VOCABULARY = torch.arange(3, 63)
 POSITIONS = 4
@@ -184,3 +191,43 @@ def test_later_positions_are_learned(target: FrozenTarget, tmp_path: Path) -> No
     assert after.first > max(0.15, 2 * before.first)
     assert after.sampled[1] > before.sampled[1] + 0.05
     assert after.tokens_per_step > before.tokens_per_step + 0.1
+
+
+def parsed(command: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_distill_parser(parser.add_subparsers())
+    return parser.parse_args(command.split())
+
+
+def test_a_parallel_draft_made_by_the_command_from_a_chain_drafts_in_the_engine(tmp_path: Path) -> None:
+    """Tokens do not change, and drafts are accepted more often than by chance."""
+    tokenizer = byte_level()
+    folder = write_target(tmp_path / "target", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(folder)
+    common = f"distill run {folder} --chat-share 1 --generate 20000 --slots 16 --max-len 96 --draft-vocab 128"
+    common += " --dtype float32 --device cpu --batch-tokens 512 --row-len 96"
+    chain, parallel = tmp_path / "chain", tmp_path / "parallel"
+    args = parsed(f"{common} --out {chain} --tokens 30000 --unroll 2")
+    assert args.run(args) == 0
+    args = parsed(f"{common} --out {parallel} --tokens 30000 --parallel 3 --start-from {chain}")
+    assert args.run(args) == 0
+    assert json.loads((parallel / "config.json").read_text())["positions_per_pass"] == 3
+    submits = [
+        Submit(request_id=str(i), prompt=(5 + i, 9), sampling=SamplingParams(temperature=1.0, seed=i, max_tokens=40))
+        for i in range(8)
+    ]
+    with LocalEngine(folder) as engine:
+        plain = engine.generate(submits)
+    with LocalEngine(folder, draft_folder=parallel, pacer=FixedPacer(3), speculative={"k": 3}) as engine:
+        assert engine.generate(submits) == plain
+        drafted = sum(stats.num_drafted for stats in engine.stats)
+        assert drafted > 100
+        # A guess out of 256 tokens is right once in 256 times, and a later token counts only after right ones.
+        assert sum(stats.num_accepted for stats in engine.stats) > 10 * drafted / 256
+
+
+@pytest.mark.parametrize("options", ["--parallel 1", "--parallel 4 --architecture draft_model"])
+def test_options_that_make_no_parallel_draft_are_refused_before_any_work(tmp_path: Path, options: str) -> None:
+    args = parsed(f"distill run {tmp_path} --out {tmp_path}/draft {options}")
+    with pytest.raises(ConfigError, match=r"parallel: \d given .* allowed are numbers from 2, with eagle only"):
+        args.run(args)
