@@ -135,6 +135,9 @@ class EngineConfig(Settings):
     """Kernels of a bfloat16 forward. On cpu: `native` (needs Linux on x86_64 with AVX512-BF16, a C++ compiler and one
     shard), `torch` (PyTorch's operators), or `auto` (`native` if its needs are met, else `torch`). On cuda: `torch`, or
     `triton` for the fused kernels of Paceline; `auto` is `torch`."""
+    packed: Literal["auto", "off"] = "auto"
+    """Quantised weights on the `native` kernel: `auto` keeps them in memory as they are where the kernel has their
+    type, `off` dequantises all of them at load. The outputs are the same."""
     cuda_graphs: Literal["off", "on"] = "off"
     """On cuda: record the forwards of decoding and verification as CUDA graphs at start, for batch sizes up to
     `max_num_requests`. `off` launches each kernel from the host."""

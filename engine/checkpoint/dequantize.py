@@ -11,6 +11,7 @@ quantised if its tensors are there, so the lists of excluded layers in a config 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -63,6 +64,38 @@ def dequantise(
     Raises:
         ConfigError: a tensor is missing, of another type or shape, or does not fit the config.
     """
+    stored = stored_part(files, quantization, name, shape, rows, cols)
+    values = stored.values
+    if stored.zeros is not None:
+        values = values - stored.of_columns(stored.zeros)
+    return values.mul_(stored.of_columns(stored.scales))
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A part of a weight: (values - zeros) * scales, with zeros and scales of each column's group."""
+
+    scheme: Scheme
+    values: torch.Tensor
+    """[rows, cols] float32 integers, or floats."""
+    scales: torch.Tensor
+    """[rows or 1, groups] float32."""
+    zeros: torch.Tensor | None
+    """As the scales."""
+    groups: torch.Tensor
+    """[cols] group of each column."""
+    is_unsigned: bool = False
+    """Whether integers start at 0."""
+
+    def of_columns(self, grid: torch.Tensor) -> torch.Tensor:
+        """[rows or 1, cols or 1] of a [rows or 1, groups] tensor. A dimension of one is broadcast."""
+        return grid.index_select(1, self.groups) if grid.shape[1] > 1 else grid
+
+
+def stored_part(
+    files: Tensors, quantization: Quantization, name: str, shape: tuple[int, int], rows: slice, cols: slice
+) -> Stored:
+    """The part [rows, cols] of a quantised weight as it is. Arguments and errors are those of `dequantise`."""
     module = name.removesuffix(".weight")
     if quantization.method == "gptq":
         return _gptq(files, quantization.schemes[0], module, shape, rows, cols)
@@ -72,8 +105,9 @@ def dequantise(
     if scale_name not in files:
         raise ConfigError(f"model: the quantised weight {name} has no tensor {scale_name}")
     packed_name = module + ".weight_packed"
-    scheme = _fitting(quantization, files.shape_of(scale_name), shape, scale_name, packed=packed_name in files)
-    if packed_name in files:
+    is_packed = packed_name in files
+    scheme = _fitting(quantization, files.shape_of(scale_name), shape, scale_name, packed=is_packed)
+    if is_packed:
         values = _packed_columns(files, packed_name, scheme, shape, rows, cols)
     else:
         values = files.read(name, shape, rows=rows, cols=cols)
@@ -81,10 +115,13 @@ def dequantise(
         if values.dtype is not wanted:
             raise ConfigError(f"model: tensor {name} is of type {values.dtype}; quantization_config implies {wanted}")
         values = values.float()
-    spans = _spans(files, module, scheme, shape, rows, cols)
-    if scheme.has_zeros:
-        values -= _picked(_zeros(files, module, scheme, shape, packed=packed_name in files), spans)
-    return values.mul_(_picked(_scales(files, scale_name, scheme, shape), spans))
+    of_rows = torch.arange(rows.start, rows.stop) // scheme.block[0]
+    scales = _scales(files, scale_name, scheme, shape)
+    zeros = _zeros(files, module, scheme, shape, packed=is_packed) if scheme.has_zeros else None
+    if len(scales) > 1:
+        scales = scales.index_select(0, of_rows)
+        zeros = None if zeros is None else zeros.index_select(0, of_rows)
+    return Stored(scheme, values, scales, zeros, column_groups(files, module, scheme, shape, cols))
 
 
 def _fitting(
@@ -117,27 +154,16 @@ def _grid(scheme: Scheme, shape: tuple[int, int]) -> tuple[int, int]:
     return -(-shape[0] // scheme.block[0]), -(-shape[1] // scheme.block[1])
 
 
-def _spans(
-    files: Tensors, module: str, scheme: Scheme, shape: tuple[int, int], rows: slice, cols: slice
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block number of each row and of each column of a part."""
-    of_rows = torch.arange(rows.start, rows.stop) // scheme.block[0]
+def column_groups(files: Tensors, module: str, scheme: Scheme, shape: tuple[int, int], cols: slice) -> torch.Tensor:
+    """Group number of each column of a part, [cols] int64."""
     index = next((name for suffix in (".weight_g_idx", ".g_idx") if (name := module + suffix) in files), None)
     if index is None:
-        return of_rows, torch.arange(cols.start, cols.stop) // scheme.block[1]
+        return torch.arange(cols.start, cols.stop) // scheme.block[1]
     of_cols = _integers(files.read(index, (shape[1],), rows=cols), index).long()
     count = _grid(scheme, shape)[1]
     if of_cols.numel() and not 0 <= int(of_cols.min()) <= int(of_cols.max()) < count:
         raise ConfigError(f"model: tensor {index} must hold group numbers within [0, {count})")
-    return of_rows, of_cols
-
-
-def _picked(grid: torch.Tensor, spans: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """The value of each element's block. Dimensions of one block are broadcast instead of copied."""
-    of_rows, of_cols = spans
-    if grid.shape[0] > 1:
-        grid = grid.index_select(0, of_rows)
-    return grid.index_select(1, of_cols) if grid.shape[1] > 1 else grid
+    return of_cols
 
 
 def _scales(files: Tensors, name: str, scheme: Scheme, shape: tuple[int, int]) -> torch.Tensor:
@@ -183,9 +209,7 @@ def _packed_columns(
     return values.float() - (1 << (scheme.bits - 1))
 
 
-def _gptq(
-    files: Tensors, scheme: Scheme, module: str, shape: tuple[int, int], rows: slice, cols: slice
-) -> torch.Tensor:
+def _gptq(files: Tensors, scheme: Scheme, module: str, shape: tuple[int, int], rows: slice, cols: slice) -> Stored:
     out, width = shape
     bits, num_groups = scheme.bits, _grid(scheme, shape)[1]
     name = module + ".qweight"
@@ -199,7 +223,7 @@ def _gptq(
     return _grouped(files, scheme, module, shape, values, zeros, rows, cols)
 
 
-def _awq(files: Tensors, scheme: Scheme, module: str, shape: tuple[int, int], rows: slice, cols: slice) -> torch.Tensor:
+def _awq(files: Tensors, scheme: Scheme, module: str, shape: tuple[int, int], rows: slice, cols: slice) -> Stored:
     out, width = shape
     num_groups = _grid(scheme, shape)[1]
     if out % 8:
@@ -226,13 +250,12 @@ def _grouped(
     zeros: torch.Tensor,
     rows: slice,
     cols: slice,
-) -> torch.Tensor:
-    """(values - zeros) * scales, with zeros and scales stored [groups, out]."""
+) -> Stored:
+    """Values [rows, cols] with zeros [groups, rows] and scales that are stored [groups, out]."""
     name = module + ".scales"
     scales = _checked_scales(files.read(name, (_grid(scheme, shape)[1], shape[0]), cols=rows), name)
-    _, groups = _spans(files, module, scheme, shape, rows, cols)
-    zeros, scales = zeros.float().index_select(0, groups), scales.index_select(0, groups)
-    return (values - zeros.t()).mul_(scales.t())
+    groups = column_groups(files, module, scheme, shape, cols)
+    return Stored(scheme, values, scales.t(), zeros.float().t(), groups, is_unsigned=True)
 
 
 def _words(part: slice, bits: int) -> tuple[slice, int]:

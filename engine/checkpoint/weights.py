@@ -7,7 +7,6 @@ which ones a model needs.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,13 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
+from engine.checkpoint.codes import has_codes, read_codes
 from engine.checkpoint.dequantize import IGNORED, dequantise, is_quantised
-from engine.checkpoint.model_config import INDEX_FILE, SINGLE_FILE, ModelConfig
+from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.quantised import Quantised, Rows
 from engine.checkpoint.quantization import Quantization
+from engine.checkpoint.weight_folder import file_names, open_weights
 from engine.errors import ConfigError
-from engine.gguf import GGUF_FILE
+from engine.gguf.codes import Codes
 from engine.gguf.tensors import GGUFTensors
 
 SCALE_SUFFIX = ".int8_scale"
@@ -101,13 +103,19 @@ class WeightFiles:
         folder: has `model.safetensors`, or `model.safetensors.index.json` and the files that it names, or `model.gguf`.
         quantization: how the weights are quantised, see `ModelConfig.quantization`.
         rename: gives the name under which a tensor of the files is read; None keeps the names.
+        as_stored: read `model.gguf` where the folder has it beside a dequantised copy.
 
     Raises:
         ConfigError: the folder has no weights, or a file is damaged.
     """
 
     def __init__(
-        self, folder: Path, quantization: Quantization | None = None, *, rename: Callable[[str], str] | None = None
+        self,
+        folder: Path,
+        quantization: Quantization | None = None,
+        *,
+        rename: Callable[[str], str] | None = None,
+        as_stored: bool = False,
     ) -> None:
         self.folder = folder
         self.quantization = quantization
@@ -115,7 +123,7 @@ class WeightFiles:
         """Bytes that `read_float` has made out of quantised weights."""
         self.read_bytes = 0
         """Bytes of the files that have been read."""
-        self._files = {name: _open(folder / name) for name in _file_names(folder)}
+        self._files = {name: open_weights(folder / name) for name in file_names(folder, as_stored=as_stored)}
         self._home = {
             rename(stored) if rename is not None else stored: (file, stored)
             for file in self._files.values()
@@ -157,7 +165,7 @@ class WeightFiles:
             tensor: torch.Tensor = view[index] if index else file.get_tensor(stored)
         except SafetensorError as error:
             raise ConfigError(f"model: cannot read tensor {name} in {self.folder}: {error}") from None
-        self.read_bytes += file.stored_bytes(stored, tensor) if isinstance(file, GGUFTensors) else tensor.nbytes
+        self.read_bytes += file.stored_bytes(stored, tensor.numel()) if isinstance(file, GGUFTensors) else tensor.nbytes
         return tensor
 
     def read_float(
@@ -189,6 +197,48 @@ class WeightFiles:
             allowed += f", int8 with {name}{SCALE_SUFFIX}"
             raise ConfigError(f"model: tensor {name} is of type {tensor.dtype}; allowed: {allowed}")
         return tensor
+
+    def quantised(self, name: str, shape: tuple[int, int], rows: slice | None = None) -> Quantised | None:
+        """Rows of a weight that can stay quantised; None where it has no such form. They are read when they are used.
+
+        Args:
+            name, shape, rows: as in `read`.
+
+        Raises:
+            ConfigError: the tensor has another shape.
+        """
+        if not self._has_codes(name, shape):
+            return None
+        self._read.update((name, name + SCALE_SUFFIX))
+        return Quantised((Rows(self, name, shape, rows or slice(0, shape[0])),))
+
+    def _has_codes(self, name: str, shape: tuple[int, int]) -> bool:
+        if self.quantization is not None:
+            return is_quantised(self, name) and has_codes(self, self.quantization, name, shape)
+        if name not in self._home or self.shape_of(name) != shape:
+            return False
+        file, stored = self._home[name]
+        if isinstance(file, GGUFTensors):
+            return file.is_quantised(stored)
+        return name + SCALE_SUFFIX in self and self._view(name).get_dtype() == "I8"
+
+    def read_codes(self, name: str, shape: tuple[int, int], rows: slice) -> Codes:
+        """Rows of a weight of `quantised`, as they are.
+
+        Raises:
+            ConfigError: a reason of `read`.
+        """
+        file, stored = self._home.get(name, (None, name))
+        if self.quantization is not None:
+            return read_codes(self, self.quantization, name, shape, rows)
+        if isinstance(file, GGUFTensors):
+            codes = file.get_slice(stored).codes(rows)
+            self.read_bytes += file.stored_bytes(stored, codes.codes.size)
+            return codes
+        scales = self.read(name + SCALE_SUFFIX, shape[:1], rows=rows).float()
+        return Codes(
+            self.read(name, shape, rows=rows).numpy(), scales[:, None].numpy(), None, bits=8, offset=0, is_half=False
+        )
 
     @property
     def packing(self) -> str | None:
@@ -260,32 +310,3 @@ class WeightFiles:
     def _view(self, name: str) -> Any:
         file, stored = self._home[name]
         return file.get_slice(stored)
-
-
-def _file_names(folder: Path) -> list[str]:
-    if (folder / SINGLE_FILE).is_file():
-        return [SINGLE_FILE]
-    index = folder / INDEX_FILE
-    if not index.is_file() and (folder / GGUF_FILE).is_symlink():
-        return [GGUF_FILE]
-    if not index.is_file():
-        raise ConfigError(
-            f"model: {folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors weights are loaded"
-        )
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"model: {index} is not a safetensors index: {error!r}") from None
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise ConfigError(f"model: {index} names {name!r}; allowed: names of .safetensors files in the same folder")
-    return names
-
-
-def _open(path: Path) -> Any:
-    if path.name == GGUF_FILE:
-        return GGUFTensors(path)
-    try:
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"model: cannot read {path}: {error}") from None

@@ -1,4 +1,4 @@
-"""Reads GGUF files: metadata, and tensors dequantised one at a time.
+"""Reads GGUF files: metadata, and tensors one at a time, dequantised or as they are.
 
 Owns the container format (versions 2 and 3, little-endian). Every length is checked against the size of the file, so a
 damaged file raises `ConfigError`. The package `gguf` does the dequantisation. Knows nothing of models. Format:
@@ -20,6 +20,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from engine.errors import ConfigError
+from engine.gguf.codes import SPLITTERS, Codes, split_blocks
 
 _MAGIC = b"GGUF"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -125,10 +126,51 @@ class GGUFFile:
             ConfigError: there is no such tensor, its type is not supported, it reaches beyond the file, or it holds
                 values that are not finite.
         """
-        shape = self.shape(name)
-        info = self._infos[name]
-        kind, row_bytes = self._layout(name)
-        start, num_bytes = self._data_start + info.offset, math.prod(shape[:-1]) * row_bytes
+        shape, raw = self._raw(name, rows)
+        kind = self._layout(name)[0]
+        try:
+            with np.errstate(all="ignore"):  # Damaged scales are refused below.
+                values = np.asarray(dequantize(raw, kind), dtype=np.float32)
+        except (NotImplementedError, ValueError) as error:
+            raise ConfigError(f"model: {self.path}: cannot dequantise {name} of type {kind.name}: {error}") from None
+        self._check_finite(name, values)
+        values = values.reshape(shape)
+        return values[rows] if rows is not None and len(shape) == 1 else values
+
+    def is_quantised(self, name: str) -> bool:
+        """Whether a tensor is a matrix of quantised blocks.
+
+        Raises:
+            ConfigError: there is no such tensor.
+        """
+        return len(self.shape(name)) == 2 and TYPES.get(self._infos[name].kind) in SPLITTERS
+
+    def read_codes(self, name: str, rows: slice) -> Codes:
+        """Rows of a quantised matrix, as they are.
+
+        Args:
+            name: of the tensor, for which `is_quantised` holds.
+            rows: with start and stop, within the first dimension.
+
+        Raises:
+            ConfigError: a reason of `read`.
+        """
+        _, raw = self._raw(name, rows)
+        with np.errstate(all="ignore"):  # Damaged scales are refused below.
+            codes = split_blocks(raw, self._layout(name)[0])
+        for values in (codes.scales, codes.minimums):
+            if values is not None:
+                self._check_finite(name, values)
+        return codes
+
+    def _raw(self, name: str, rows: slice | None) -> tuple[tuple[int, ...], npt.NDArray[np.uint8]]:
+        """Shape and bytes of a tensor, or of some of its rows: [..., bytes per row].
+
+        Raises:
+            ConfigError: a reason of `read`.
+        """
+        shape, (_, row_bytes) = self.shape(name), self._layout(name)
+        start, num_bytes = self._data_start + self._infos[name].offset, math.prod(shape[:-1]) * row_bytes
         if start + num_bytes > len(self._bytes):
             raise ConfigError(f"model: {self.path} is cut short: tensor {name} reaches beyond its end")
         if rows is not None and len(shape) > 1:
@@ -140,15 +182,11 @@ class GGUFFile:
                 (num_rows, *shape[1:]),
             )
         raw = np.frombuffer(self._bytes[start : start + num_bytes], dtype=np.uint8).reshape(*shape[:-1], row_bytes)
-        try:
-            with np.errstate(all="ignore"):  # Damaged scales are refused below.
-                values = np.asarray(dequantize(raw, kind), dtype=np.float32)
-        except (NotImplementedError, ValueError) as error:
-            raise ConfigError(f"model: {self.path}: cannot dequantise {name} of type {kind.name}: {error}") from None
+        return shape, raw
+
+    def _check_finite(self, name: str, values: npt.NDArray[np.float32]) -> None:
         if not np.isfinite(values).all():
             raise ConfigError(f"model: {self.path} is damaged: tensor {name} holds values that are not finite")
-        values = values.reshape(shape)
-        return values[rows] if rows is not None and len(shape) == 1 else values
 
     def _layout(self, name: str) -> tuple[GGMLQuantizationType, int]:
         """Type of a tensor and bytes per row.

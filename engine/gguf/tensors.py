@@ -7,13 +7,16 @@ Owns the mapping of names, and the order of rows of q and k. It has the methods 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.errors import ConfigError
+from engine.gguf.codes import Codes
 from engine.gguf.file import GGUFFile
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -66,18 +69,32 @@ class GGUFTensors:
         """Names of the quantised types that occur, sorted."""
         return self._file.quantised_types()
 
-    def stored_bytes(self, name: str, part: torch.Tensor) -> int:
-        """Bytes in the file of a part of a tensor."""
-        return round(part.numel() * self._file.bytes_per_element(self._sources[name]))
+    def stored_bytes(self, name: str, num_elements: int) -> int:
+        """Bytes in the file of elements of a tensor."""
+        return round(num_elements * self._file.bytes_per_element(self._sources[name]))
 
     def get_slice(self, name: str) -> GGUFSlice:
         """A tensor that is read when it is indexed."""
         source = self._sources[name]
         return GGUFSlice(self._file, source, self._head_dim if _PERMUTED.fullmatch(source) else None)
 
+    def is_quantised(self, name: str) -> bool:
+        """Whether a tensor is a matrix of quantised blocks."""
+        return self._file.is_quantised(self._sources[name])
+
     def get_tensor(self, name: str) -> torch.Tensor:
         """A whole tensor, float32."""
         return self.get_slice(name)[()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Rows of a tensor in another order."""
+
+    rows: slice
+    """Whole heads to read."""
+    order: npt.NDArray[np.int64]
+    """Of the rows that were read."""
 
 
 class GGUFSlice:
@@ -103,25 +120,40 @@ class GGUFSlice:
             ConfigError: the file is damaged, or the rows of q or k are not whole heads.
         """
         parts: list[Any] = [*index, slice(None), slice(None)]
-        num_rows = self.get_shape()[0]
-        start, stop, _ = parts[0].indices(num_rows)
-        if self._head_dim is None:
+        start, stop, _ = parts[0].indices(self.get_shape()[0])
+        places = self._places(start, stop)
+        if places is None:
             values = self._file.read(self._name, slice(start, stop))
         else:
-            values = self._in_huggingface_order(start, stop, num_rows)
+            values = self._file.read(self._name, places.rows)[places.order]
         part = values[:, parts[1]] if values.ndim > 1 else values
         return torch.from_numpy(np.array(part))
 
-    def _in_huggingface_order(self, start: int, stop: int, num_rows: int) -> Any:
-        """Rows in Hugging Face's order [half, pair] of each head, from GGUF's [pair, half]."""
-        dim = self._head_dim or 2
+    def codes(self, rows: slice) -> Codes:
+        """Rows of a quantised matrix, as they are.
+
+        Args:
+            rows: with start and stop.
+
+        Raises:
+            ConfigError: the file is damaged, or the rows of q or k are not whole heads.
+        """
+        places = self._places(rows.start, rows.stop)
+        if places is None:
+            return self._file.read_codes(self._name, rows)
+        return self._file.read_codes(self._name, places.rows).rows(places.order)
+
+    def _places(self, start: int, stop: int) -> _Places | None:
+        """Where rows [start, stop) in Hugging Face's order [half, pair] of each head are in GGUF's [pair, half]; None
+        where the order is the same."""
+        dim, num_rows = self._head_dim, self.get_shape()[0]
+        if dim is None:
+            return None
         if num_rows % dim:
             raise ConfigError(f"model: tensor {self._name} has {num_rows} rows; expected whole heads of {dim} rows")
         first, last = start // dim, -(-stop // dim)
-        pairs = self._file.read(self._name, slice(first * dim, last * dim))
-        tail = pairs.shape[1:]
-        ordered = pairs.reshape(last - first, dim // 2, 2, *tail).swapaxes(1, 2).reshape(-1, *tail)
-        return ordered[start - first * dim : stop - first * dim]
+        order = np.arange((last - first) * dim).reshape(last - first, dim // 2, 2).swapaxes(1, 2).reshape(-1)
+        return _Places(slice(first * dim, last * dim), order[start - first * dim : stop - first * dim])
 
 
 def check_architecture(file: GGUFFile) -> str:

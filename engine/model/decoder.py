@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.quantised import Quantised
 from engine.checkpoint.weights import ShardSpec
 from engine.core.step import ForwardInput, ForwardResult
 from engine.model.attention import Attention
@@ -90,8 +91,8 @@ def dense_mlp(layer: Layer) -> GatedMlp:
 class DecoderWeights:
     """All weights of one shard."""
 
-    embedding: torch.Tensor
-    """[vocab_size, hidden_size], the whole table on each shard."""
+    embedding: torch.Tensor | Quantised
+    """[vocab_size, hidden_size], the whole table on each shard. Quantised for the native kernels only."""
     layers: tuple[Layer, ...]
     final_norm: RmsNorm
     head: Linear
@@ -158,7 +159,8 @@ class Decoder:
     @property
     def embedding(self) -> torch.Tensor:
         """[vocab_size, hidden_size] token embeddings."""
-        return self._weights.embedding
+        table = self._weights.embedding
+        return table.dequantised() if isinstance(table, Quantised) else table
 
     @property
     def logit_width(self) -> int:
@@ -202,7 +204,7 @@ class Decoder:
         )
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        hidden = F.embedding(token_ids, self._weights.embedding)
+        hidden = F.embedding(token_ids, self.embedding)
         return hidden if self.config.embedding_scale == 1.0 else hidden * self._embedding_scale
 
     def move(self, moves: npt.NDArray[np.int32], caches: list[LayerCache]) -> None:

@@ -22,7 +22,7 @@ class FusedDecoder(Decoder):
     def compute(self, inputs: Inputs, caches: list[LayerCache], embedded: torch.Tensor | None = None) -> ForwardResult:
         """As `Decoder.compute`."""
         layers, eps = self._weights.layers, self.config.rms_norm_eps
-        hidden = F.embedding(inputs.token_ids, self._weights.embedding) if embedded is None else embedded.clone()
+        hidden = F.embedding(inputs.token_ids, self.embedding) if embedded is None else embedded.clone()
         rotation = self._rope.at(inputs.positions)
         norms = [layer.input_norm for layer in layers[1:]] + [self._weights.final_norm]
         normed = layers[0].input_norm(hidden)

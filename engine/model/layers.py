@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.checkpoint.families import Activation
+from engine.checkpoint.quantised import Quantised
 
 LinearKind = Literal["auto", "reference"]
 
@@ -107,7 +108,41 @@ class PackedLinear:
         return y
 
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, kind: LinearKind = "auto") -> Linear:
+class QuantisedLinear:
+    """A layer whose weight stays quantised. Kernels that multiply it as it is read `weight`; called, it dequantises.
+
+    Args:
+        weight: [out, in].
+        bias: [out].
+    """
+
+    def __init__(self, weight: Quantised, bias: torch.Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def plain(self) -> PlainLinear:
+        """The same layer with a dequantised bfloat16 weight."""
+        return PlainLinear(self.weight.dequantised(), self.bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.plain()(x)
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        return self.plain().silu(x)
+
+    def gelu_tanh(self, x: torch.Tensor) -> torch.Tensor:
+        return self.plain().gelu_tanh(x)
+
+    def times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return self.plain().times(x, other)
+
+    def plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return self.plain().plus(x, other)
+
+
+def make_linear(
+    weight: torch.Tensor | Quantised, bias: torch.Tensor | None = None, *, kind: LinearKind = "auto"
+) -> Linear:
     """The fastest linear layer for the weight's device and dtype.
 
     Args:
@@ -115,6 +150,8 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, kind:
         bias: [out], with the dtype and device of the weight.
         kind: `reference` forces `PlainLinear`.
     """
+    if isinstance(weight, Quantised):
+        return QuantisedLinear(weight, bias)
     eligible = kind == "auto" and weight.device.type == "cpu" and weight.dtype is torch.bfloat16
     if eligible and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return PackedLinear(weight, bias)

@@ -25,6 +25,7 @@ from engine.model.decoder import Decoder
 from engine.model.device import Compute, KernelKind
 from engine.model.eagle_head import Eagle3Decoder, Eagle3Head, EagleHead
 from engine.model.native import NativeUnavailable, load_library
+from engine.model.native.matrices import PackedWeights
 from engine.model.native_decoder import NativeDecoder, check_native
 from engine.model.shard_weights import EMBEDDING, Loader
 
@@ -45,6 +46,7 @@ def load_model(
     target_folder: Path | None = None,
     feature_layers: tuple[int, ...] = (),
     max_model_len: int | None = None,
+    packed: bool = True,
 ) -> Model:
     """Load one shard of a model.
 
@@ -57,17 +59,26 @@ def load_model(
         target_folder: source of the embedding of a draft that shares its target's.
         feature_layers: layers whose outputs a forward also returns, ascending.
         max_model_len: longest prompt and output that will be served; None means the model's limit.
+        packed: let the native kernel multiply quantised weights as they are. The result has the same bits as with
+            dequantised ones.
 
     Raises:
         ConfigError: the model's family is not supported, it cannot be divided into so many shards, or `kernel` is
             `native` or `triton` and does not support this model or machine.
     """
     config = ModelConfig.load(folder).for_context(max_model_len)
+    compute = Compute(dtype, torch.device(device), kernel)
+    collectives = collectives or Solo()
+    shard = ShardSpec(collectives.rank, collectives.size)
+    shard.kv_heads(config)  # Refuses too many shards before any file is read.
+    native = _supports_native(config, compute, shard)
     return _load_decoder(
         config,
-        WeightFiles(folder, config.quantization),
-        Compute(dtype, torch.device(device), kernel),
-        collectives=collectives or Solo(),
+        WeightFiles(folder, config.quantization, as_stored=native and packed),
+        compute,
+        native=native,
+        packed=packed,
+        collectives=collectives,
         target_folder=target_folder,
         feature_layers=feature_layers,
     )
@@ -91,6 +102,7 @@ def load_draft(
     device: torch.device | str = "cpu",
     kernel: KernelKind = "auto",
     max_model_len: int | None = None,
+    packed: bool = True,
 ) -> LoadedDraft:
     """Load a draft for a target. The other arguments are those of `load_model`.
 
@@ -102,11 +114,13 @@ def load_draft(
         ConfigError: the draft does not fit the target (names the field and both values), or a reason of `load_model`.
     """
     config = check_draft(folder, target_folder).for_context(max_model_len)
-    files = WeightFiles(folder, config.quantization, rename=tensor_name if config.eagle3 is not None else None)
+    compute = Compute(dtype, torch.device(device), kernel)
+    native = _supports_native(config, compute, WHOLE)
+    rename = tensor_name if config.eagle3 is not None else None
+    files = WeightFiles(folder, config.quantization, rename=rename, as_stored=native and packed)
     _refuse_other_drafts(config, files)
     if config.eagle3 is not None:
         config = replace(config, shares_embedding=EMBEDDING not in files)
-    compute = Compute(dtype, torch.device(device), kernel)
     head: EagleHead | Eagle3Head | None = None
     if config.architecture == "eagle":
         with torch.inference_mode():
@@ -116,6 +130,8 @@ def load_draft(
         config,
         files,
         compute,
+        native=native,
+        packed=packed,
         collectives=Solo(),
         target_folder=target_folder,
         feature_layers=() if head is None else (config.num_layers - 1,),
@@ -143,6 +159,8 @@ def _load_decoder(
     files: WeightFiles,
     compute: Compute,
     *,
+    native: bool,
+    packed: bool,
     collectives: Collectives,
     target_folder: Path | None,
     feature_layers: tuple[int, ...],
@@ -154,21 +172,25 @@ def _load_decoder(
     if any(not 0 <= layer < config.num_layers for layer in feature_layers):
         raise ConfigError(f"feature_layers: {feature_layers} is not within [0, {config.num_layers})")
     shard = ShardSpec(collectives.rank, collectives.size)
-    shard.kv_heads(config)  # Refuses too many shards before any file is read.
-    native = compute.kernel in ("auto", "native") and _supports_native(config, compute, shard)
     loader = Loader(
         config,
         files,
         compute,
         shard=shard,
         linear="reference" if native else compute.layers,
+        packed=native and packed,
         on_layer=LoadProgress(files, config.num_layers),
     )
     with torch.inference_mode():
         weights = loader.decoder(target_folder)
-        _report_dequantised(files, compute)
         if native:
-            return NativeDecoder(config, weights, feature_layers=feature_layers, num_threads=torch.get_num_threads())
+            threads = torch.get_num_threads()
+            native_decoder = NativeDecoder(config, weights, feature_layers=feature_layers, num_threads=threads)
+            loader.check_all_read()
+            _report_quantised(files, compute, native_decoder.packed)
+            return native_decoder
+        loader.check_all_read()
+        _report_quantised(files, compute, None)
         fused = compute.kernel == "triton"
         if fused and config.beyond_llama is not None:
             raise ConfigError(f"kernel: triton does not compute {config.beyond_llama}; allowed: auto, torch")
@@ -223,27 +245,34 @@ class LoadProgress:
         _log.info("loading: %d of %d layers, %.1f GB read, about %.0f s left", done, self._num_layers, read, left_s)
 
 
-def _report_dequantised(files: WeightFiles, compute: Compute) -> None:
+def _report_quantised(files: WeightFiles, compute: Compute, packed: PackedWeights | None) -> None:
     """Log what was made of quantised weights, with the bytes of the files and in memory."""
     if files.packing is None:
         return
     asked = files.quantization is not None and files.quantization.quantises_activations
+    dequantised = f"dequantised once to {str(compute.dtype).removeprefix('torch.')}"
+    if packed is not None and packed.num_bytes:
+        rest = f", {files.dequantised_bytes / 1e9:.3f} GB {dequantised}" if files.dequantised_bytes else ""
+        form = f"multiplied as they are ({packed.label}): {packed.num_bytes / 1e9:.3f} GB in memory{rest}"
+    else:
+        form = f"{dequantised}: {files.dequantised_bytes / 1e9:.3f} GB in memory"
     _log.info(
-        "quantised weights (%s) are dequantised once to %s: %.3f GB in the files, %.3f GB in memory%s",
+        "quantised weights (%s), %.3f GB in the files, are %s%s",
         files.packing,
-        str(compute.dtype).removeprefix("torch."),
         files.stored_bytes() / 1e9,
-        files.dequantised_bytes / 1e9,
+        form,
         "; activations and the KV cache stay unquantised" if asked else "",
     )
 
 
 def _supports_native(config: ModelConfig, compute: Compute, shard: ShardSpec) -> bool:
-    """Whether the native library supports this model on this machine. Logs the reason if not.
+    """Whether the native library is to compute this model, and supports it on this machine. Logs the reason if not.
 
     Raises:
         ConfigError: it does not, and `compute.kernel` is `native`.
     """
+    if compute.kernel not in ("auto", "native"):
+        return False
     try:
         if compute.device.type != "cpu" or compute.dtype is not torch.bfloat16 or shard.size > 1:
             raise NativeUnavailable(

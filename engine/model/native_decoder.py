@@ -1,14 +1,16 @@
 """A model's forward through the native library: the fast twin of `engine.model.decoder.Decoder`.
 
-Owns the packing of weights, and the conversion of a forward input to the library's structures. Supports whole models
-(one shard) in bf16 whose sizes are multiples of the SIMD width. The KV cache has the memory of the slow twin's, but
-another order inside (see decoder.cpp): a cache must be written and read by the same twin.
+Owns the order of the rows of packed weights, and the conversion of a forward input to the library's structures.
+Supports whole models (one shard) in bf16 whose sizes are multiples of the SIMD width. Quantised weights may stay so:
+the results have the bits of those with dequantised ones. The KV cache has the memory of the slow twin's, but another
+order inside (see decoder.cpp): a cache must be written and read by the same twin.
 """
 
 from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,14 @@ import numpy.typing as npt
 import torch
 
 from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.quantised import Quantised
 from engine.checkpoint.weights import WHOLE
 from engine.core.step import ForwardInput, ForwardResult
+from engine.gguf.codes import stacked
 from engine.model.decoder import DecoderWeights, Layer, LayerCache, dense_mlp
-from engine.model.layers import PlainLinear
+from engine.model.layers import Linear, PlainLinear, QuantisedLinear
 from engine.model.native import LayerWeights, NativeForward, NativeUnavailable, Shape, load_library
+from engine.model.native.matrices import Matrices, PackedWeights
 from engine.model.rope import attention_factor, inverse_frequencies
 
 TILE = 16
@@ -51,7 +56,8 @@ class NativeDecoder:
 
     Args:
         config: of the model.
-        weights: bf16 weights on the CPU, in `PlainLinear` layers. They are copied and may be freed.
+        weights: on the CPU, bf16 in `PlainLinear` layers or quantised in `QuantisedLinear` layers. They are copied and
+            may be freed.
         feature_layers: layers whose outputs a forward also returns, ascending.
         num_threads: threads of a forward, the caller's included.
 
@@ -75,7 +81,8 @@ class NativeDecoder:
         self.num_kv_heads = config.num_kv_heads
         self.logit_width = config.draft_vocab_size or config.vocab_size
         self._library = load_library()
-        self.embedding = weights.embedding
+        self._matrices = Matrices()
+        self._embedding = weights.embedding
         self._vectors: list[Any] = []
         self._inverse_freq = inverse_frequencies(config)
         self._rope_factor = attention_factor(config)
@@ -96,11 +103,21 @@ class NativeDecoder:
         self._model = self._library.model_new(
             ctypes.byref(shape),
             layers,
-            weights.embedding.data_ptr(),
+            *self._embeddings(weights, head := self._matrix([weights.head], WIDE)),
             self._floats(weights.final_norm.weight),
-            self._pack(_plain(weights.head).weight, WIDE),
+            head,
         )
         weakref.finalize(self, self._library.model_free, self._model)
+
+    @property
+    def packed(self) -> PackedWeights:
+        """What stays quantised."""
+        return self._matrices.packed
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """[vocab_size, hidden_size] bfloat16 token embeddings. Each call dequantises them where they are quantised."""
+        return self._embedding.dequantised() if isinstance(self._embedding, Quantised) else self._embedding
 
     def forward(
         self, forward_input: ForwardInput, caches: list[LayerCache], embedded: torch.Tensor | None = None
@@ -158,33 +175,43 @@ class NativeDecoder:
             self._addresses = (caches, keys, kind(*(cache.values.data_ptr() for cache in caches)))
         return self._addresses[1:]
 
+    def _embeddings(self, weights: DecoderWeights, head: int) -> tuple[int | None, int | None]:
+        """Address of the token embeddings, and of the matrix with a token per column where they are quantised."""
+        table = weights.embedding
+        if isinstance(table, torch.Tensor):
+            return table.data_ptr(), None
+        if isinstance(weights.head, QuantisedLinear) and weights.head.weight is table:
+            return None, head
+        if self.config.architecture == "eagle":  # Every forward brings its input.
+            return None, None
+        return None, self._matrix([QuantisedLinear(table)], WIDE)
+
     def _layer(self, layer: Layer) -> LayerWeights:
         mlp = dense_mlp(layer)
-        qkv, o, gate, up, down = (_plain(part) for part in (layer.qkv, layer.o, mlp.gate, mlp.up, mlp.down))
-        half, depth = WIDE * TILE // 2, gate.weight.shape[1]
-        both = torch.stack((gate.weight.view(-1, half, depth), up.weight.view(-1, half, depth)), 1).view(-1, depth)
+        half = WIDE * TILE // 2
+        units = np.arange(self.config.intermediate_size).reshape(-1, half)
+        biases = {"qkv": layer.qkv, "o": layer.o, "gate": mlp.gate, "up": mlp.up, "down": mlp.down}
         return LayerWeights(
-            qkv=self._pack(qkv.weight, NARROW),
-            o=self._pack(o.weight, NARROW),
-            gate_up=self._pack(both, WIDE),
-            down=self._pack(down.weight, NARROW),
-            **{
-                f"{name}_bias": self._floats(part.bias)
-                for name, part in (("qkv", qkv), ("o", o), ("gate", gate), ("up", up), ("down", down))
-            },
+            qkv=self._matrix([layer.qkv], NARROW),
+            o=self._matrix([layer.o], NARROW),
+            gate_up=self._matrix([mlp.gate, mlp.up], WIDE, np.stack((units, units + units.size), 1).reshape(-1)),
+            down=self._matrix([mlp.down], NARROW),
+            **{f"{name}_bias": self._floats(_supported(part).bias) for name, part in biases.items()},
             input_norm=self._floats(layer.input_norm.weight),
             q_norm=self._floats(layer.q_norm.weight if layer.q_norm else None),
             k_norm=self._floats(layer.k_norm.weight if layer.k_norm else None),
             mlp_norm=self._floats(layer.mlp_norm.weight),
         )
 
-    def _pack(self, weight: torch.Tensor, blocks: int) -> int:
-        weight = weight.contiguous()
-        matrix: int | None = self._library.matrix_pack(weight.data_ptr(), *weight.shape, blocks)
-        if matrix is None:
-            raise MemoryError(f"no memory for a packed weight of {weight.shape[0]} x {weight.shape[1]}")
-        weakref.finalize(self, self._library.matrix_free, matrix)
-        return matrix
+    def _matrix(self, layers: Sequence[Linear], blocks: int, order: npt.NDArray[np.int64] | None = None) -> int:
+        """Address of the rows of one or more layers, one below the other, in `order`; None keeps theirs."""
+        parts = [_supported(layer) for layer in layers]
+        quantised = [part.weight for part in parts if isinstance(part, QuantisedLinear)]
+        if len(quantised) == len(parts):
+            codes = stacked([weight.codes() for weight in quantised])
+            return self._matrices.pack_codes(codes if order is None else codes.rows(order), blocks)
+        weight = torch.cat([_plain(part).weight for part in parts])
+        return self._matrices.pack(weight if order is None else weight[torch.from_numpy(order)], blocks)
 
     def _floats(self, vector: torch.Tensor | None) -> int | None:
         if vector is None:
@@ -198,7 +225,11 @@ def _contiguous(values: npt.NDArray[Any], dtype: type[np.generic]) -> npt.NDArra
     return np.ascontiguousarray(values, dtype)
 
 
-def _plain(linear: object) -> PlainLinear:
-    if not isinstance(linear, PlainLinear):
-        raise TypeError(f"native weights are packed from plain linear layers, not {type(linear).__name__}")
+def _supported(linear: Linear) -> PlainLinear | QuantisedLinear:
+    if not isinstance(linear, PlainLinear | QuantisedLinear):
+        raise TypeError(f"native weights are packed from plain or quantised layers, not {type(linear).__name__}")
     return linear
+
+
+def _plain(linear: PlainLinear | QuantisedLinear) -> PlainLinear:
+    return linear.plain() if isinstance(linear, QuantisedLinear) else linear

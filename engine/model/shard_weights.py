@@ -14,6 +14,7 @@ import torch
 
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.public_draft import UNUSED_TENSORS
+from engine.checkpoint.quantised import Quantised, Weight, stacked_rows
 from engine.checkpoint.weights import ShardSpec, WeightFiles
 from engine.errors import ConfigError
 from engine.model.decoder import DecoderWeights, Layer
@@ -39,6 +40,7 @@ class Loader:
         compute: device and dtype of the weights.
         shard: the shard to read.
         linear: kind of the linear layers and norms to build.
+        packed: keep quantised matrices of the only shard as they are. They are read when they are used.
         on_layer: called after each layer with the number of layers read so far.
     """
 
@@ -50,6 +52,7 @@ class Loader:
         *,
         shard: ShardSpec,
         linear: LinearKind,
+        packed: bool = False,
         on_layer: Callable[[int], None] | None = None,
     ) -> None:
         self._config = config
@@ -57,16 +60,17 @@ class Loader:
         self._compute = compute
         self._shard = shard
         self._linear = linear
+        self._packed = packed
         self._on_layer = on_layer
 
     def decoder(self, target_folder: Path | None) -> DecoderWeights:
-        """Read the decoder. All tensors of the folder must have been read then.
+        """Read the decoder. `check_all_read` tells afterwards whether it is all that the folder has.
 
         Args:
             target_folder: source of the embedding of a draft that shares its target's.
 
         Raises:
-            ConfigError: a tensor is missing, unknown, or has another shape than the config implies.
+            ConfigError: a tensor is missing, or has another shape than the config implies.
         """
         config = self._config
         embedding = self._embedding(target_folder)
@@ -77,11 +81,17 @@ class Loader:
                 self._on_layer(index + 1)
         final_norm = self._norm("model.norm.weight", config.hidden_size)
         head = self._head(embedding)
-        draft_vocab = self._draft_vocab()
-        tied = (HEAD,) if config.tie_word_embeddings else ()
-        unused = UNUSED_TENSORS if config.eagle3 is not None else ()
+        return DecoderWeights(embedding, tuple(layers), final_norm, head, self._draft_vocab())
+
+    def check_all_read(self) -> None:
+        """Check that all tensors of the folder have been read, once quantised ones have been used.
+
+        Raises:
+            ConfigError: names those that were not.
+        """
+        tied = (HEAD,) if self._config.tie_word_embeddings else ()
+        unused = UNUSED_TENSORS if self._config.eagle3 is not None else ()
         self._files.check_all_read(ignore=_IGNORED + tied + unused)
-        return DecoderWeights(embedding, tuple(layers), final_norm, head, draft_vocab)
 
     def eagle_head(self) -> EagleHead:
         """Read the input projections of an EAGLE draft. Must be called before `decoder`.
@@ -135,15 +145,16 @@ class Loader:
             feature_width=width,
         )
 
-    def _embedding(self, target_folder: Path | None) -> torch.Tensor:
+    def _embedding(self, target_folder: Path | None) -> Weight:
         config, files = self._config, self._files
         if config.shares_embedding:
             if target_folder is None:
                 raise ConfigError(
                     f"draft: {files.folder} shares the target's embedding, but no target folder was given"
                 )
-            files = WeightFiles(target_folder, ModelConfig.load(target_folder).quantization)
-        return self._read(EMBEDDING, (config.vocab_size, config.hidden_size), files=files)
+            target = ModelConfig.load(target_folder)
+            files = WeightFiles(target_folder, target.quantization, as_stored=self._packed)
+        return self._weight(EMBEDDING, (config.vocab_size, config.hidden_size), files=files)
 
     def _layer(self, index: int) -> Layer:
         config, prefix = self._config, f"model.layers.{index}."
@@ -172,7 +183,7 @@ class Loader:
         )
 
     def _qkv(self, prefix: str, width: int) -> Linear:
-        """Query, key and value heads of this shard as one layer on `width` inputs. Phi-3 stores them as one tensor."""
+        """Query, key and value heads of this shard as one layer of `width` inputs. Phi-3 stores them as one tensor."""
         config, dim = self._config, self._config.head_dim
         query, kv = (_scaled(heads(config), dim) for heads in (self._shard.query_heads, self._shard.kv_heads))
         rows_q, rows_kv = config.num_heads * dim, config.num_kv_heads * dim
@@ -186,7 +197,7 @@ class Loader:
                 for name, size, rows in (("q_proj", rows_q, query), ("k_proj", rows_kv, kv), ("v_proj", rows_kv, kv))
             ]
         biases = [bias for _, bias in parts if bias is not None]
-        return self._make(torch.cat([weight for weight, _ in parts]), torch.cat(biases) if biases else None)
+        return self._make(stacked_rows([weight for weight, _ in parts]), torch.cat(biases) if biases else None)
 
     def _mlp(self, index: int, prefix: str) -> Block:
         """The MLP of a layer, or its experts."""
@@ -223,7 +234,7 @@ class Loader:
             activation=config.activation,
         )
 
-    def _head(self, embedding: torch.Tensor) -> Linear:
+    def _head(self, embedding: Weight) -> Linear:
         """This shard's rows of the head: rows of the embedding where head and embedding are tied."""
         config = self._config
         width = config.draft_vocab_size or config.vocab_size
@@ -231,8 +242,8 @@ class Loader:
         if config.tie_word_embeddings:
             if config.draft_vocab_size is not None:
                 raise ConfigError("tie_word_embeddings: cannot be true together with draft_vocab_size")
-            return self._make(embedding[rows], None)
-        return self._make(self._read(HEAD, (width, config.hidden_size), rows=rows), None)
+            return self._make(embedding if isinstance(embedding, Quantised) else embedding[rows], None)
+        return self._make(self._weight(HEAD, (width, config.hidden_size), rows=rows), None)
 
     def _draft_vocab(self) -> torch.Tensor | None:
         config = self._config
@@ -260,9 +271,9 @@ class Loader:
         rows: slice | None = None,
         cols: slice | None = None,
         bias: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Weight, torch.Tensor | None]:
         """Weight and bias of a linear layer. A layer cut by columns is summed over ranks: only rank 0 adds the bias."""
-        weight = self._read(name + ".weight", shape, rows=rows, cols=cols)
+        weight = self._weight(name + ".weight", shape, rows, cols)
         if not bias:
             return weight, None
         vector = self._read(name + ".bias", shape[:1], rows=rows)
@@ -278,7 +289,18 @@ class Loader:
             weight = ((stored.float() + offset) * scale).to(device=compute.device, dtype=compute.dtype)
         return RmsNorm(weight, self._config.rms_norm_eps, fast=self._linear == "auto")
 
-    def _make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def _weight(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        rows: slice | None = None,
+        cols: slice | None = None,  # all of a weight that stays quantised
+        files: WeightFiles | None = None,
+    ) -> Weight:
+        quantised = (files or self._files).quantised(name, shape, rows) if self._packed else None
+        return quantised or self._read(name, shape, rows=rows, cols=cols, files=files)
+
+    def _make(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
         return make_linear(weight, bias, kind=self._linear)
 
     def _read(

@@ -87,6 +87,7 @@ class DraftWorker:
             device=self._device,
             kernel=self._config.forward_kernel,
             max_model_len=self._config.max_model_len,
+            packed=self._config.packed == "auto",
         )
         self._own_threads = draft.decoder.own_threads
         config = draft.decoder.config

@@ -115,6 +115,7 @@ class TargetShard:
             feature_layers=self.feature_layers,
             kernel=config.forward_kernel,
             max_model_len=config.max_model_len,
+            packed=config.packed == "auto",
         )
         num_blocks = num_kv_blocks(
             model.config,

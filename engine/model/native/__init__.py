@@ -6,6 +6,6 @@ same with PyTorch's operators. `engine.model.load.load_model` chooses. Knows not
 
 from __future__ import annotations
 
-from engine.model.native.library import LayerWeights, NativeForward, NativeUnavailable, Shape, load_library
+from engine.model.native.library import LayerWeights, NativeCodes, NativeForward, NativeUnavailable, Shape, load_library
 
-__all__ = ["LayerWeights", "NativeForward", "NativeUnavailable", "Shape", "load_library"]
+__all__ = ["LayerWeights", "NativeCodes", "NativeForward", "NativeUnavailable", "Shape", "load_library"]

@@ -2,7 +2,8 @@
 //
 // Owns the order of operations, which is that of its slow twin engine/model/decoder.py, and the layout inside the KV
 // cache. The residual stream is float32. The result of a row depends only on that row and its context, never on other
-// rows of the forward. Packed weights are in matrix.h, threads in pool.h.
+// rows of the forward. Weights are in matrix.h and packed.h, threads in
+// pool.h.
 //
 // A row of a draft tree whose ancestors are not the slots right before it attends to copies of them in the order of its
 // path. So it has the bits that it would have as a row of a chain, and masks cost nothing elsewhere.
@@ -21,12 +22,11 @@
 #include <memory>
 #include <vector>
 
-#include "matrix.h"
+#include "packed.h"
 #include "pool.h"
 
 namespace {
 
-constexpr int kRowChunk = 96;   // rows per item; their inputs and one panel fit in the L2 cache
 constexpr int kQueries = 6;     // query vectors attended together
 constexpr int kTilesAhead = 4;  // prefetch distance in tiles of the KV cache
 constexpr int kSlice = 4;       // 16-wide registers of a head's dimensions summed at once
@@ -102,10 +102,12 @@ struct Scratch {  // of one thread
 
 class Model {
  public:
-  Model(const Shape& shape, const LayerWeights* layers, const bf16* embedding, const float* final_norm, const Matrix* head)
+  Model(const Shape& shape, const LayerWeights* layers, const bf16* embedding, const Matrix* embedding_rows,
+        const float* final_norm, const Matrix* head)
       : shape_(shape),
         layers_(layers, layers + shape.num_layers),
         embedding_(embedding),
+        embedding_rows_(embedding_rows),
         final_norm_(final_norm),
         head_(*head),
         pool_(shape.num_threads),
@@ -136,12 +138,7 @@ class Model {
     context_.get(rows * shape_.heads * shape_.head_dim);
     inner_.get(rows * shape_.inner);
     split_attention(input);
-    for (long row = 0; row < rows; ++row) {
-      const bf16* from = input.embedded ? input.embedded + row * shape_.hidden
-                                       : embedding_ + static_cast<long>(input.token_ids[row]) * shape_.hidden;
-      for (int i = 0; i < shape_.hidden; i += kLanes)
-        _mm512_store_ps(residual_.data + row * shape_.hidden + i, load_bf16(from + i));
-    }
+    loop_rows(input.num_rows, [&](int row, int) { embed(input, row); });
     int feature = 0;
     for (int layer = 0; layer < shape_.num_layers; ++layer) {
       attend(input, layers_[layer], input.keys[layer], input.values[layer]);
@@ -152,6 +149,14 @@ class Model {
   }
 
  private:
+  void embed(const NativeForward& input, long row) {
+    float* to = residual_.data + row * shape_.hidden;
+    if (!input.embedded && !embedding_) return read_column(*embedding_rows_, input.token_ids[row], to);
+    const bf16* from = input.embedded ? input.embedded + row * shape_.hidden
+                                     : embedding_ + static_cast<long>(input.token_ids[row]) * shape_.hidden;
+    for (int i = 0; i < shape_.hidden; i += kLanes) _mm512_store_ps(to + i, load_bf16(from + i));
+  }
+
   // normed[i] = norm(residual[rows[i]]); rows = null takes all rows in order.
   void normalise(const float* weight, const int32_t* rows, int count) {
     const int hidden = shape_.hidden;
@@ -474,6 +479,7 @@ class Model {
   const Shape shape_;
   const std::vector<LayerWeights> layers_;
   const bf16* const embedding_;
+  const Matrix* const embedding_rows_;  // with a token per column, where embedding_ is null
   const float* const final_norm_;
   const Matrix head_;
   Pool pool_;
@@ -488,31 +494,52 @@ class Model {
 
 extern "C" {
 
-// Packs a row-major weight [columns][depth]; null where memory is short. columns is padded with zeros to whole panels.
+// A matrix of a row-major weight [columns][depth]; null where memory is short. columns is padded to whole panels.
 Matrix* matrix_pack(const bf16* weight, int columns, int depth, int blocks) {
-  auto matrix = std::make_unique<Matrix>();
-  matrix->columns = columns;
-  matrix->depth = depth;
-  matrix->blocks = blocks;
-  matrix->panels = static_cast<bf16*>(reserve(matrix->bytes()));
-  if (!matrix->panels) return nullptr;
-  const int width = matrix->width();
-  for (int column = 0; column < columns; ++column) {
-    bf16* to = matrix->panels + static_cast<long>(column / width) * width * depth + column % width * 2;
-    const bf16* from = weight + static_cast<long>(column) * depth;
-    for (int k = 0; k < depth; k += 2) std::memcpy(to + static_cast<long>(k) * width, from + k, 4);
-  }
-  return matrix.release();
+  Matrix matrix;
+  matrix.columns = columns;
+  matrix.depth = depth;
+  matrix.blocks = blocks;
+  return place(matrix, sizeof(bf16) * matrix.width() * depth, [&](Matrix& to) { write_weights(to, weight); });
+}
+
+// A matrix of quantised weights; null where memory is short. The block divides the depth.
+Matrix* matrix_pack_codes(const Codes* codes, int columns, int depth, int blocks) {
+  Matrix matrix;
+  matrix.columns = columns;
+  matrix.depth = depth;
+  matrix.blocks = blocks;
+  matrix.bits = codes->bits;
+  matrix.block = codes->block;
+  matrix.offset = codes->offset;
+  matrix.is_half = codes->is_half;
+  matrix.has_minimum = codes->minimums;
+  return place(matrix, panel_bytes(matrix), [&](Matrix& to) { write_codes(to, *codes); });
 }
 
 void matrix_free(Matrix* matrix) {
-  munmap(matrix->panels, matrix->bytes());
+  munmap(matrix->panels, matrix->bytes);
   delete matrix;
 }
 
-Model* model_new(const Shape* shape, const LayerWeights* layers, const bf16* embedding, const float* final_norm,
-                 const Matrix* head) {
-  return new Model(*shape, layers, embedding, final_norm, head);
+// to[rows][columns] = x[rows][depth] times the matrix.
+void matrix_multiply(const Matrix* matrix, const bf16* x, int rows, float* to) {
+  const int width = matrix->width();
+  for (int chunk = 0; chunk < rows; chunk += kRowChunk)
+    for (int panel = 0; panel < matrix->num_panels(); ++panel)
+      multiply_rows(*matrix, panel, x, chunk, std::min(rows, chunk + kRowChunk), [&](int first, int count, const float* tile) {
+        const int begin = panel * width, columns = std::min(width, matrix->columns - begin);
+        for (int row = 0; row < count; ++row)
+          std::memcpy(to + static_cast<long>(first + row) * matrix->columns + begin, tile + row * width, columns * sizeof(float));
+      });
+}
+
+size_t matrix_bytes(const Matrix* matrix) { return matrix->bytes; }
+
+// embedding or embedding_rows is null.
+Model* model_new(const Shape* shape, const LayerWeights* layers, const bf16* embedding, const Matrix* embedding_rows,
+                 const float* final_norm, const Matrix* head) {
+  return new Model(*shape, layers, embedding, embedding_rows, final_norm, head);
 }
 
 void model_forward(Model* model, const NativeForward* input) { model->forward(*input); }

@@ -54,6 +54,15 @@ class LayerWeights(ctypes.Structure):
     ]
 
 
+class NativeCodes(ctypes.Structure):
+    """Addresses and form of a quantised weight, see `engine.gguf.codes.Codes`; minimums may be null."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "minimums")),
+        *((name, ctypes.c_int32) for name in ("bits", "block", "offset", "is_half")),
+    ]
+
+
 class NativeForward(ctypes.Structure):
     """Sizes and addresses of one forward: integers (int32), rotations (float32), caches and results.
 
@@ -87,14 +96,18 @@ def load_library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(build()))
     library.matrix_pack.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]
     library.matrix_pack.restype = ctypes.c_void_p
+    library.matrix_pack_codes.argtypes = [ctypes.POINTER(NativeCodes), ctypes.c_int, ctypes.c_int, ctypes.c_int]
+    library.matrix_pack_codes.restype = ctypes.c_void_p
+    library.matrix_bytes.argtypes = [ctypes.c_void_p]
+    library.matrix_bytes.restype = ctypes.c_size_t
+    library.matrix_multiply.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+    library.matrix_multiply.restype = None
     library.matrix_free.argtypes = [ctypes.c_void_p]
     library.matrix_free.restype = None
     library.model_new.argtypes = [
         ctypes.POINTER(Shape),
         ctypes.POINTER(LayerWeights),
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
+        *[ctypes.c_void_p] * 4,
     ]
     library.model_new.restype = ctypes.c_void_p
     library.model_forward.argtypes = [ctypes.c_void_p, ctypes.POINTER(NativeForward)]

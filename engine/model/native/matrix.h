@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 
 namespace {
 
@@ -32,6 +33,12 @@ inline bf16 round_bf16(float x) {
   std::memcpy(&bits, &x, 4);
   return static_cast<bf16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
+inline float as_float(bf16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x) << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
 inline __m512i pair(const bf16* x) {
   int32_t both;
   std::memcpy(&both, x, 4);
@@ -48,14 +55,15 @@ inline __m512 exp16(__m512 x) {
   return _mm512_scalef_ps(p, n);
 }
 
-// tile[M][16 B] = x[M][K] times one panel, each sum in ascending order of k.
+// tile[M][16 B] = x[M][K] times one panel, each sum in ascending order of k. `adds` continues the sums in tile.
 template <int M, int B>
-void multiply(const bf16* x, long stride, const bf16* panel, int pairs, float* tile) {
+void multiply(const bf16* x, long stride, const bf16* panel, int pairs, float* tile, bool adds) {
   __m512 sums[M][B];
 #pragma GCC unroll 12
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
-    for (int b = 0; b < B; ++b) sums[m][b] = _mm512_setzero_ps();
+    for (int b = 0; b < B; ++b)
+      sums[m][b] = adds ? _mm512_load_ps(tile + (m * B + b) * kLanes) : _mm512_setzero_ps();
   for (int k = 0; k < pairs; ++k) {
     const bf16* line = panel + static_cast<long>(k) * B * 32;
     __m512bh w[B];
@@ -77,19 +85,33 @@ void multiply(const bf16* x, long stride, const bf16* panel, int pairs, float* t
     for (int b = 0; b < B; ++b) _mm512_store_ps(tile + (m * B + b) * kLanes, sums[m][b]);
 }
 
-using Multiply = void (*)(const bf16*, long, const bf16*, int, float*);
+using Multiply = void (*)(const bf16*, long, const bf16*, int, float*, bool);
 constexpr Multiply kMultiply2[] = {multiply<1, 2>, multiply<2, 2>, multiply<3, 2>,  multiply<4, 2>,
                                    multiply<5, 2>, multiply<6, 2>, multiply<7, 2>,  multiply<8, 2>,
                                    multiply<9, 2>, multiply<10, 2>, multiply<11, 2>, multiply<12, 2>};
 constexpr Multiply kMultiply4[] = {multiply<1, 4>, multiply<2, 4>, multiply<3, 4>,
                                    multiply<4, 4>, multiply<5, 4>, multiply<6, 4>};
 
+// Calls use(first, last, kernel) for groups of rows begin .. end - 1 that have a kernel for `blocks` column blocks.
+template <class Use>
+void each_group(int blocks, int begin, int end, const Use& use) {
+  const int most = blocks == 4 ? 6 : 12, groups = (end - begin + most - 1) / most;
+  for (int group = 0; group < groups; ++group) {
+    const int first = begin + static_cast<int>(static_cast<long>(end - begin) * group / groups);
+    const int last = begin + static_cast<int>(static_cast<long>(end - begin) * (group + 1) / groups);
+    use(first, last, (blocks == 4 ? kMultiply4 : kMultiply2)[last - first - 1]);
+  }
+}
+
 struct Matrix {
-  bf16* panels = nullptr;
+  uint8_t* panels = nullptr;
+  size_t bytes = 0;
   int columns = 0, depth = 0, blocks = 0;  // outputs, inputs, column blocks per panel
+  int bits = 16;  // 16: bfloat16; 4 or 8: codes, see packed.h, and then:
+  int block = 0, offset = 0;
+  bool is_half = false, has_minimum = false;
   int width() const { return blocks * kLanes; }
   int num_panels() const { return (columns + width() - 1) / width(); }
-  size_t bytes() const { return static_cast<size_t>(num_panels()) * width() * depth * sizeof(bf16); }
 };
 
 // Memory in large pages where the system has them, since every step reads all weights.
@@ -100,20 +122,37 @@ void* reserve(size_t bytes) {
   return at;
 }
 
-// Calls use(first row, rows, tile) for each group of rows of x times panel number `panel`.
-template <class Use>
-void multiply_rows(const Matrix& matrix, int panel, const bf16* x, int begin, int end, const Use& use) {
-  alignas(64) float tile[24 * kLanes];
-  const bf16* weights = matrix.panels + static_cast<long>(panel) * matrix.width() * matrix.depth;
-  const int most = matrix.blocks == 4 ? 6 : 12;
-  const int groups = (end - begin + most - 1) / most;
-  for (int group = 0; group < groups; ++group) {
-    const int first = begin + static_cast<int>(static_cast<long>(end - begin) * group / groups);
-    const int last = begin + static_cast<int>(static_cast<long>(end - begin) * (group + 1) / groups);
-    const auto kernel = (matrix.blocks == 4 ? kMultiply4 : kMultiply2)[last - first - 1];
-    kernel(x + static_cast<long>(first) * matrix.depth, matrix.depth, weights, matrix.depth / 2, tile);
-    use(first, last - first, tile);
+// A matrix with its memory, whose panels of `panel_bytes` bytes are written by `write`; null where memory is short.
+template <class Write>
+Matrix* place(const Matrix& shape, size_t panel_bytes, const Write& write) {
+  auto matrix = std::make_unique<Matrix>(shape);
+  matrix->bytes = shape.num_panels() * panel_bytes;
+  matrix->panels = static_cast<uint8_t*>(reserve(matrix->bytes));
+  if (!matrix->panels) return nullptr;
+  write(*matrix);
+  return matrix.release();
+}
+
+void write_weights(Matrix& matrix, const bf16* weight) {
+  const int width = matrix.width(), depth = matrix.depth;
+  for (int column = 0; column < matrix.columns; ++column) {
+    bf16* to = reinterpret_cast<bf16*>(matrix.panels) + static_cast<long>(column / width) * width * depth +
+               column % width * 2;
+    const bf16* from = weight + static_cast<long>(column) * depth;
+    for (int k = 0; k < depth; k += 2) std::memcpy(to + static_cast<long>(k) * width, from + k, 4);
   }
+}
+
+// Calls use(first row, rows, tile) for each group of rows of x times panel number `panel` of bfloat16 weights.
+template <class Use>
+void multiply_plain(const Matrix& matrix, int panel, const bf16* x, int begin, int end, const Use& use) {
+  alignas(64) float tile[24 * kLanes];
+  const bf16* weights =
+      reinterpret_cast<const bf16*>(matrix.panels) + static_cast<long>(panel) * matrix.width() * matrix.depth;
+  each_group(matrix.blocks, begin, end, [&](int first, int last, Multiply kernel) {
+    kernel(x + static_cast<long>(first) * matrix.depth, matrix.depth, weights, matrix.depth / 2, tile, false);
+    use(first, last - first, tile);
+  });
 }
 
 }  // namespace

@@ -1,0 +1,65 @@
+"""Quantised weights of Hugging Face checkpoints as codes, for kernels that multiply them as they are.
+
+Owns the conditions under which a layout has that form. `engine.checkpoint.dequantize` reads the tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.checkpoint.dequantize import Tensors, column_groups, stored_part
+from engine.checkpoint.quantization import Quantization
+from engine.gguf.codes import Codes
+
+CODE_BLOCK = 16
+"""Columns with one scale are a multiple of it."""
+
+
+def has_codes(files: Tensors, quantization: Quantization, name: str, shape: tuple[int, int]) -> bool:
+    """Whether `read_codes` can read a quantised weight: integers in groups of consecutive columns, whose zero point
+    times scale is exact in float32.
+
+    Args:
+        files, quantization, name, shape: as in `dequantise`.
+
+    Raises:
+        ConfigError: a reason of `dequantise`.
+    """
+    rows, num_columns = slice(0, shape[0]), shape[1]
+    first = stored_part(files, quantization, name, shape, rows, slice(0, 1))
+    group = min(first.scheme.block[1], num_columns)
+    if first.scheme.is_float or group % CODE_BLOCK or num_columns % group:
+        return False
+    of_columns = column_groups(files, name.removesuffix(".weight"), first.scheme, shape, slice(0, num_columns))
+    if not torch.equal(of_columns.long(), torch.arange(num_columns) // group):
+        return False
+    return first.zeros is None or torch.equal(
+        (first.zeros * first.scales).double(), first.zeros.double() * first.scales.double()
+    )
+
+
+def read_codes(files: Tensors, quantization: Quantization, name: str, shape: tuple[int, int], rows: slice) -> Codes:
+    """Rows of a quantised weight for which `has_codes` holds, as they are.
+
+    Args:
+        files, quantization, name, shape, rows: as in `dequantise`.
+
+    Raises:
+        ConfigError: a reason of `dequantise`.
+    """
+    stored = stored_part(files, quantization, name, shape, rows, slice(0, shape[1]))
+    bits, values, zeros = stored.scheme.bits, stored.values, stored.zeros
+    size = (len(values), stored.scales.shape[1])
+    if bits == 8 and stored.is_unsigned:
+        values = values - 128
+        zeros = -128 - (torch.zeros(()) if zeros is None else -zeros)
+    scales = stored.scales.expand(size).contiguous()
+    minimums = None if zeros is None else (-zeros * stored.scales).expand(size).contiguous()
+    return Codes(
+        values.to(torch.int8).numpy(),
+        scales.numpy(),
+        None if minimums is None else minimums.numpy(),
+        bits=bits,
+        offset=0 if stored.is_unsigned or bits == 8 else -8,
+        is_half=all(grid is None or torch.equal(grid.half().float(), grid) for grid in (scales, minimums)),
+    )
