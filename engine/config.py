@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from engine.errors import ConfigError
+from engine.tree import MAX_WIDTH
 
 Method = Literal["none", "ngram", "draft_model", "eagle"]
 DRAFT_METHODS: tuple[Method, ...] = ("draft_model", "eagle")
@@ -64,6 +65,11 @@ class SpeculativeConfig(Settings):
     """Draft tokens per request and step under `fixed` and `threshold`; the upper bound of K under every policy."""
     threshold_max_batch: Annotated[int, Field(ge=1)] = 16
     """Policy `threshold`: no drafting at this many decoding requests or more."""
+    tree: Literal["off", "auto"] = "off"
+    """Whether drafts may branch: `off` (every draft is a chain) or `auto` (on cpu with `draft_model` or `eagle`, K is
+    the number of nodes of a tree; on cuda every draft is a chain)."""
+    tree_width: Annotated[int, Field(ge=1, le=MAX_WIDTH)] = 3
+    """With `tree`: most children of a node, and most nodes of a level that get children."""
     lookup: bool = True
     """With `draft_model` or `eagle`: draft by prompt lookup if the last tokens have occurred before in the request,
     and by the model otherwise."""
@@ -153,6 +159,11 @@ class EngineConfig(Settings):
     def forward_kernel(self) -> Literal["auto", "native", "torch", "triton"]:
         """`kernel`, or `torch` if the block size is not a multiple that the native kernel needs."""
         return self.kernel if self.kv_block_size % CPU_BLOCK == 0 else "torch"
+
+    @property
+    def tree_width(self) -> int:
+        """Width of draft trees; 1 where drafts are chains. On a CUDA device no attention has a tree mask yet."""
+        return self.speculative.tree_width if self.speculative.tree == "auto" and self.device != "cuda" else 1
 
     @model_validator(mode="after")
     def _page_fits(self) -> Self:

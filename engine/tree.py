@@ -16,6 +16,9 @@ from collections.abc import Sequence
 MAX_NODES = 64
 """Most nodes of a tree: a row's ancestors are the bits of one 64-bit word."""
 
+MAX_WIDTH = 8
+"""Most children of a node."""
+
 
 def branches(parents: Sequence[int]) -> bool:
     """Whether a node has another parent than the node before it."""

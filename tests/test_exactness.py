@@ -39,7 +39,7 @@ PROMPT = (0, 1, 0, 1, 0)
 def sample(
     target: ToyModel, drafter: Drafter, sampling: SamplingParams, *, seeded: bool, runs: int
 ) -> dict[tuple[int, ...], int]:
-    engine = ToyEngine(target, drafter, RandomPacer(11, max_k=4), max_num_requests=16, max_step_tokens=128)
+    engine = ToyEngine(target, drafter, RandomPacer(11, max_k=7), max_num_requests=16, max_step_tokens=160)
     submits = [
         Submit(
             request_id=f"r{i}",
@@ -54,30 +54,43 @@ def sample(
     return counts
 
 
-def target_and_drafter(method: str) -> tuple[ToyModel, Drafter]:
-    """A target with the same distribution for every method, and the method's drafter."""
+def target_and_drafter(method: str, *, width: int = 1) -> tuple[ToyModel, Drafter]:
+    """A target with the same distribution for every method, and the method's drafter.
+
+    Args:
+        method: its name; `+tree` drafts trees.
+        width: of draft trees.
+    """
+    if method.endswith("+tree"):
+        return target_and_drafter(method.removesuffix("+tree"), width=3)
     if method.endswith("+lookup"):
         target, model = target_and_drafter(method.removesuffix("+lookup"))
         return target, FirstOf(NgramDrafter(min_size=2, max_size=3), model, source="lookup")
     if method == "eagle":
         target = FeaturedToy(vocab_size=VOCAB)
         sampling = ToyModel(vocab_size=VOCAB, columns=4, seed=9, blend=0.5)
-        return target, toy_eagle(target, sampling, vocab=torch.tensor([4, 0, 2, 1]))[0]
-    return ToyModel(vocab_size=VOCAB), drafter_of(method)
+        return target, toy_eagle(target, sampling, vocab=torch.tensor([4, 0, 2, 1]), width=width)[0]
+    return ToyModel(vocab_size=VOCAB), drafter_of(method, width=width)
 
 
-def drafter_of(method: str) -> Drafter:
+def drafter_of(method: str, *, width: int = 1) -> Drafter:
     if method == "none":
         return NoDrafter()
     if method == "ngram":
         return NgramDrafter(min_size=1, max_size=2)
     if method == "draft_model":
-        return toy_drafter(ToyModel(vocab_size=VOCAB, seed=9, blend=0.5))
-    return toy_drafter(ToyModel(vocab_size=VOCAB, columns=3, seed=9), vocab=torch.tensor([4, 0, 2]))
+        return toy_drafter(ToyModel(vocab_size=VOCAB, seed=9, blend=0.5), width=width)
+    return toy_drafter(ToyModel(vocab_size=VOCAB, columns=3, seed=9), vocab=torch.tensor([4, 0, 2]), width=width)
 
 
 @pytest.mark.parametrize("seeded", [False, True], ids=["rejection", "coupled"])
-@pytest.mark.parametrize("method", ["none", "ngram", "draft_model", "draft_model_reduced", "eagle", "eagle+lookup"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        *("none", "ngram", "draft_model", "draft_model_reduced", "eagle", "eagle+lookup"),
+        *("draft_model+tree", "draft_model_reduced+tree", "eagle+tree"),
+    ],
+)
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.8)])
 def test_emitted_tokens_follow_the_target(method: str, temperature: float, top_p: float, seeded: bool) -> None:
     target, drafter = target_and_drafter(method)
@@ -103,8 +116,9 @@ def test_the_chi_square_sees_a_wrong_distribution() -> None:
 def test_equal_seeds_give_equal_tokens_for_every_method_and_k() -> None:
     sampling = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=50, seed=123)
     seen = set()
-    for method in ("none", "ngram", "draft_model", "draft_model_reduced", "eagle"):
-        for k in (0, 1, 4):
+    trees = ("draft_model+tree", "draft_model_reduced+tree", "eagle+tree")
+    for method in ("none", "ngram", "draft_model", "draft_model_reduced", "eagle", *trees):
+        for k in (0, 1, 4, 9):
             engine = ToyEngine(*target_and_drafter(method), FixedPacer(k))
             seen.add(tuple(engine.run([Submit(request_id="r", prompt=PROMPT, sampling=sampling)])["r"]))
     assert len(seen) == 1
@@ -207,10 +221,12 @@ class ThresholdPacer(RandomPacer):
             self.num_whole += outcome.num_drafted == outcome.num_asked
 
 
+@pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("seeded", [False, True], ids=["rejection", "coupled"])
-def test_early_exit_does_not_change_the_distribution(seeded: bool) -> None:
+def test_early_exit_does_not_change_the_distribution(seeded: bool, width: int) -> None:
     target, pacer = ToyModel(vocab_size=VOCAB), ThresholdPacer(3, max_k=4)
-    engine = ToyEngine(target, drafter_of("draft_model"), pacer, max_num_requests=16, max_step_tokens=128)
+    drafter = drafter_of("draft_model", width=width)
+    engine = ToyEngine(target, drafter, pacer, max_num_requests=16, max_step_tokens=128)
     sampling = SamplingParams(max_tokens=NUM_TOKENS)
     submits = [
         Submit(request_id=f"r{i}", prompt=PROMPT, sampling=replace(sampling, seed=i if seeded else None))

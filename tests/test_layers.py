@@ -34,8 +34,8 @@ LAYERS = {
         "model metrics ipc",
         "core kernels",
         "sampling checkpoint threads",
-        "messages config gguf tree",
-        "errors",
+        "messages config gguf",
+        "errors tree",
     ),
     "autoscale": ("control", "replicas simulation", "profiling", "policy"),
     "deployments": (

@@ -43,7 +43,7 @@ class EngineMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4]),
         spare_tokens=st.sampled_from([0, 6, 60]),
         prefix_cache=st.booleans(),
-        method=st.sampled_from(["none", "ngram", "draft_model", "trees", "certain_trees"]),
+        method=st.sampled_from(["none", "ngram", "draft_model", "model_trees", "trees", "certain_trees"]),
         max_num_requests=st.integers(1, 4),
         max_step_tokens=st.sampled_from([4, 9, 32]),
         seed=st.integers(0, 2**32),
@@ -89,11 +89,12 @@ class EngineMachine(RuleBasedStateMachine):
             return NoDrafter()
         if self.method == "ngram":
             return NgramDrafter(min_size=1, max_size=3)
-        if self.method.endswith("trees"):
+        if self.method in ("trees", "certain_trees"):
             model = ToyModel(vocab_size=VOCAB, seed=3, blend=0.3)
             return RandomTrees(model, self.seed, certain=self.method == "certain_trees")
         draft = ToyModel(vocab_size=VOCAB, num_blocks=16, block_size=self.block_size, seed=3, blend=0.3)
-        return toy_drafter(draft, num_blocks=16, max_request_tokens=12)
+        width = 3 if self.method == "model_trees" else 1
+        return toy_drafter(draft, num_blocks=16, max_request_tokens=12, width=width)
 
     @rule(
         prompt=prompts(VOCAB),

@@ -7,6 +7,10 @@ from the level above, which counts as a few observations (a Beta prior with a me
 
 Positions after a rejection, and positions at which the draft stopped early, were not reached and are not counted:
 whether the draft goes on depends only on the tokens before a position, so leaving them out does not bias the rates.
+
+In a tree the positions are its nodes in their order, the likeliest first. A rate is the acceptance of a node relative
+to that of the node before it. So the product of the rates up to a node is the probability that the node is accepted:
+its cumulative acceptance. For a chain, that is the rate given that the position is reached, with the same counts.
 """
 
 from __future__ import annotations
@@ -118,20 +122,21 @@ class Acceptance:
 
     def observe(self, outcomes: Sequence[RowOutcome]) -> None:
         """Learn from the verification of each drafted row."""
-        drafts_by_workload: dict[int, list[tuple[int, int]]] = {}  # reached and accepted tokens of each draft
+        by_workload: dict[int, list[RowOutcome]] = {}
         for outcome in outcomes:
             reached = min(outcome.num_accepted + 1, outcome.num_drafted)
             if reached == 0:
                 continue
             workload = _INDEX[outcome.workload]
-            drafts_by_workload.setdefault(workload, []).append((reached, outcome.num_accepted))
+            by_workload.setdefault(workload, []).append(outcome)
+            expected = self._expected[workload][reached] if not outcome.parents else self._of_tree(workload, outcome)
             record = self._records.setdefault(outcome.key, _RequestRecord())
             record.accepted = REQUEST_DECAY * record.accepted + outcome.num_accepted
-            record.expected = REQUEST_DECAY * record.expected + self._expected[workload][reached]
+            record.expected = REQUEST_DECAY * record.expected + expected
             record.factor = (REQUEST_STRENGTH + record.accepted) / (REQUEST_STRENGTH + record.expected)
             if outcome.confidences:
                 self._calibrate(workload, outcome)
-        for workload, drafts in drafts_by_workload.items():
+        for workload, drafts in by_workload.items():
             self._count(workload, drafts)
             self._update(workload)
 
@@ -163,19 +168,41 @@ class Acceptance:
         """Mean acceptance rate of the second and third position; 0 where only one position can be drafted."""
         return float(self._rates[workload_index, 1:3].mean()) if self._rates.shape[1] > 1 else 0.0
 
-    def _count(self, workload: int, drafts: Sequence[tuple[int, int]]) -> None:
+    def _of_tree(self, workload: int, outcome: RowOutcome) -> float:
+        """Acceptances to expect of the nodes that a tree has; all of them are judged."""
+        return float(np.multiply.accumulate(self._rates[workload, : outcome.num_drafted]).sum())
+
+    def _count(self, workload: int, drafts: Sequence[RowOutcome]) -> None:
         # All positions decay. A position that is no longer reached falls back to the estimate from those before it.
         keep = POSITION_DECAY ** len(drafts)
-        for counts, lengths in zip((self._reached, self._accepted), zip(*drafts, strict=True), strict=True):
-            by_length = np.bincount(lengths, minlength=counts.shape[1] + 1)
+        chains = [draft for draft in drafts if not draft.parents]
+        reached = [min(draft.num_accepted + 1, draft.num_drafted) for draft in chains]
+        accepted = [draft.num_accepted for draft in chains]
+        for counts, lengths in ((self._reached, reached), (self._accepted, accepted)):
             counts[workload] *= keep
-            counts[workload] += by_length[:0:-1].cumsum()[::-1]
+            if lengths:
+                by_length = np.bincount(lengths, minlength=counts.shape[1] + 1)
+                counts[workload] += by_length[:0:-1].cumsum()[::-1]
+        for draft in drafts:
+            if draft.parents:
+                self._count_tree(workload, draft)
+
+    def _count_tree(self, workload: int, draft: RowOutcome) -> None:
+        """A node counts as reached where the node before it in the order of the tree was accepted."""
+        nodes = np.array(draft.path, dtype=np.int64)
+        self._accepted[workload, nodes] += 1
+        self._reached[workload, 0] += 1
+        self._reached[workload, nodes[nodes + 1 < draft.num_drafted] + 1] += 1
 
     def _calibrate(self, workload: int, outcome: RowOutcome) -> None:
         self.has_confidences = True
         exponent, excess = self._exponents[workload], 0.0
-        for position, confidence in enumerate(outcome.confidences[: outcome.num_accepted + 1]):
-            excess += confidence**exponent - (position < outcome.num_accepted)
+        accepted, judged = {-1, *outcome.accepted_nodes}, set[int]()
+        for node, confidence in enumerate(outcome.confidences):
+            parent = outcome.parents[node] if outcome.parents else node - 1
+            if parent in accepted and parent not in judged:  # The first of the siblings is the likeliest.
+                judged.add(parent)
+                excess += confidence**exponent - (node in accepted)
         changed = exponent * math.exp(CALIBRATION_RATE * excess)
         self._exponents[workload] = min(MOST_EXPONENT, max(1 / MOST_EXPONENT, changed))
 

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from engine.core.step import Batch, Draft, DraftRow, DraftSource, RowVerdict, Span, Verdict
 from engine.messages import Delta, WorkloadClass
+from engine.tree import depths
 
 
 def step_stats(
@@ -81,17 +82,28 @@ def step_stats(
 
 
 def _by_position(draft: Draft, verdict: Verdict) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Draft tokens accepted and reached at each position, up to the longest draft.
+    """Drafts accepted and reached at each depth, up to the deepest draft.
 
-    A position after a rejection is not reached and counts in neither.
+    A depth after a rejection is not reached and counts in neither.
     """
-    width = max((row.num_tokens for row in draft.rows), default=0)
+    width = max((_num_levels(row) for row in draft.rows), default=0)
     accepted, reached = [0] * width, [0] * width
     for drafted, row in zip(draft.rows, verdict.rows, strict=True):
-        for j in range(min(row.num_accepted + 1, drafted.num_tokens)):
+        for j in range(_num_reached(drafted, row)):
             reached[j] += 1
             accepted[j] += j < row.num_accepted
     return tuple(accepted), tuple(reached)
+
+
+def _num_levels(drafted: DraftRow) -> int:
+    return 1 + max(depths(drafted.parents)) if drafted.parents else drafted.num_tokens
+
+
+def _num_reached(drafted: DraftRow, row: RowVerdict) -> int:
+    """Depths at which the target has judged a draft token."""
+    if not drafted.parents:
+        return min(row.num_accepted + 1, drafted.num_tokens)
+    return row.num_accepted + (row.last == "recovered")
 
 
 def _outcome(span: Span, drafted: DraftRow, row: RowVerdict) -> RowOutcome:
@@ -107,6 +119,8 @@ def _outcome(span: Span, drafted: DraftRow, row: RowVerdict) -> RowOutcome:
         match_len=drafted.match_len,
         num_asked=span.k if span.exit_threshold > 0 and confidences else 0,
         confidences=confidences,
+        parents=drafted.parents,
+        path=row.path,
     )
 
 
@@ -131,6 +145,15 @@ class RowOutcome(Struct, frozen=True, gc=False):
     """What drafted the tokens."""
     match_len: int = 0
     """Length in tokens of the match that prompt lookup found, counted up to MAX_MATCH_LEN."""
+    parents: tuple[int, ...] = ()
+    """Parent of each drafted token; empty for a chain."""
+    path: tuple[int, ...] = ()
+    """Accepted nodes of a draft with branches; empty for a chain, whose first `num_accepted` tokens are accepted."""
+
+    @property
+    def accepted_nodes(self) -> Sequence[int]:
+        """Indices of the accepted tokens, ascending."""
+        return self.path if self.parents else range(self.num_accepted)
 
 
 class StepStats(Struct, frozen=True, kw_only=True, gc=False):
@@ -155,11 +178,11 @@ class StepStats(Struct, frozen=True, kw_only=True, gc=False):
     num_emitted: int
     """Tokens emitted to requests."""
     accepted_by_position: tuple[int, ...]
-    """[depth] Drafts whose token at this position was accepted."""
+    """[depth] Drafts of which a token at this position was accepted."""
     drafted_by_position: tuple[int, ...]
-    """[depth] Drafts whose token at this position was reached: no earlier token of the draft was rejected."""
+    """[depth] Drafts whose token at this position was reached: the one before it was accepted."""
     depth: int
-    """Length of the longest draft."""
+    """Length of the longest draft; in a tree, of its longest path."""
     k_by_reason: dict[str, int]
     """Number of spans that sample, by the reason of their K."""
     outcomes: tuple[RowOutcome, ...]

@@ -49,7 +49,7 @@ class Outputs:
 
     def select(self, rows: list[int]) -> Outputs:
         """The outputs of some rows."""
-        if len(rows) == len(self.logits):
+        if rows == list(range(len(self.logits))):
             return self
         (index,) = to_device([np.array(rows, dtype=np.int64)], self.logits.device)
         hidden, ahead = self.previous_hidden, self.ahead
@@ -102,11 +102,11 @@ class Architecture(Protocol):
         ...
 
     def compute_drafted(self, forward_input: ForwardInput, previous_hidden: torch.Tensor | None) -> Outputs:
-        """Compute K, V and logits of the token that each span drafted last.
+        """Compute K, V and logits of drafted tokens: the one that a span drafted last, or several nodes of a tree.
 
         Args:
-            forward_input: one row per span.
-            previous_hidden: `Outputs.previous_hidden` of the forward before, for the same spans.
+            forward_input: its rows all have logits.
+            previous_hidden: per row, `Outputs.previous_hidden` of the token before it.
         """
         ...
 

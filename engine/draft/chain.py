@@ -77,6 +77,45 @@ class Chooser:
             columns = columns.index_copy(0, index, drawn)
         return columns if self._vocab is None else self._vocab[columns], confidences
 
+    def candidates(
+        self, rows: Sequence[Drafting], logits: torch.Tensor, probs: torch.Tensor, *, depth: int, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The likeliest next tokens of greedy rows; for other rows, tokens drawn without replacement.
+
+        The largest Gumbel-perturbed log-probabilities are such a draw (Kool et al. 2019). The first one is the token
+        that `choose` draws.
+
+        Args:
+            rows: what is drafted for; a row may occur several times.
+            logits: [len(rows), draft_vocab] float32.
+            probs: as in `choose`. Rows of the rejection rule occur once.
+            depth: number of tokens drafted before these.
+            width: W, tokens per row.
+
+        Returns:
+            [len(rows), W] int64 target token ids, and [len(rows), W] float32 confidences: of greedy rows each token's
+            probability, of other rows the largest probability; 0 for a token that q excludes.
+        """
+        if width == 1:
+            tokens, certain = self.choose(rows, logits, probs, depth=depth, num_ahead=depth)
+            return tokens.unsqueeze(1), certain.unsqueeze(1)
+        own = logits.softmax(dim=-1)
+        confidences, columns = own.topk(min(width, own.shape[1]), dim=-1)
+        sampled = [index for index, row in enumerate(rows) if not row.sampling.greedy]
+        if sampled:
+            (index,) = to_device([np.array(sampled, dtype=np.int64)], logits.device)
+            q = warp(logits.index_select(0, index), [rows[each].sampling for each in sampled])
+            for place, each in enumerate(sampled):
+                if rows[each].samples_from_q:
+                    probs[rows[each].row_index, depth] = q[place]
+            ids = self._vocab if self._vocab is not None else torch.arange(logits.shape[-1], device=logits.device)
+            noise = gumbel([_draw_seed(rows[each], depth) for each in sampled], ids)
+            scores, drawn = q.log().add_(noise).topk(confidences.shape[1], dim=-1)
+            columns = columns.index_copy(0, index, drawn)
+            largest = confidences.index_select(0, index)[:, :1] * scores.isfinite()
+            confidences = confidences.index_copy(0, index, largest)
+        return columns if self._vocab is None else self._vocab[columns], confidences
+
 
 def _draw_seed(row: Drafting, num_ahead: int) -> int:
     purpose = Purpose.TOKEN if row.sampling.coupled else Purpose.DRAFT

@@ -15,6 +15,7 @@ import msgspec
 from engine.core.step import KReason
 from engine.sampling.penalties import TokenOptions
 from engine.sampling.row_sampling import RowSampling
+from engine.tree import MAX_WIDTH, check_parents
 
 MAX_OPTIONS = 1 << 18
 """Most bytes of request options in one draft request. A request whose own options need more is not drafted for."""
@@ -48,6 +49,8 @@ class DraftRequestRow:
     """Penalties, stop tokens and grammar. Sent once, with `start` 0; None where all are neutral."""
     exit_threshold: float = 0.0
     """Early exit: drafting stops when the cumulative confidence falls below this. 0 never stops."""
+    width: int = 1
+    """Most children of a node, and most nodes of a level that get children; 1 drafts a chain."""
     feature_rows: tuple[int, ...] = ()
     """Per new token, the row of the feature ring with the features of the position before it; -1 where the ring does
     not hold them. Empty for a draft that reads no features."""
@@ -65,6 +68,8 @@ class DraftRequestRow:
             raise ValueError(
                 f"draft request row {self.key}: top_k {sampling.top_k} or min_p {sampling.min_p} out of range"
             )
+        if not 1 <= self.width <= MAX_WIDTH:
+            raise ValueError(f"draft request row {self.key}: width {self.width} is not within 1 and {MAX_WIDTH}")
         if not 0 <= self.exit_threshold <= 1:
             raise ValueError(
                 f"draft request row {self.key}: exit threshold {self.exit_threshold} is not within 0 and 1"
@@ -124,6 +129,8 @@ class DraftResponseRow:
     num_on_device: int = 0
     """Number of tokens in this row of the buffer's `token_ids`, with their confidences beside them; 0 if the tokens are
     in this message. A row whose options need its tokens on the target's host has them in both places."""
+    parents: tuple[int, ...] = ()
+    """Parent of each token, as `DraftRow.parents`; empty for a chain, which a draft on the device always is."""
 
     def __post_init__(self) -> None:
         if self.confidences and len(self.confidences) != len(self.token_ids):
@@ -136,6 +143,9 @@ class DraftResponseRow:
             )
         if not all(0.0 <= confidence <= 1.001 for confidence in self.confidences):
             raise ValueError(f"draft response row: confidences {self.confidences} not all within 0 and 1")
+        if self.parents and (len(self.parents) != len(self.token_ids) or self.num_on_device):
+            raise ValueError(f"draft response row: {len(self.parents)} parents for {len(self.token_ids)} tokens")
+        check_parents(self.parents)
         if self.reason not in REASONS:
             raise ValueError(f"draft response row: reason {self.reason!r} given, allowed are {', '.join(REASONS)}")
 

@@ -1,7 +1,8 @@
 """The draft's computation in one step: compute the committed tokens, then draft up to k tokens per request.
 
-Owns the sequences of all requests, their KV blocks, and how draft tokens are chosen. Knows draft requests and
-responses, not how they travel, nor which model computes the logits (`engine.draft.architectures`).
+Owns the sequences of all requests and their KV blocks. Knows draft requests and responses, not how they travel, how
+draft tokens are chosen (`engine.draft.tree_search`, on a GPU `engine.draft.chain`), nor which model computes the logits
+(`engine.draft.architectures`).
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from engine.draft.chain import Chooser, Read, draft_chain, settle
 from engine.draft.messages import DraftRequestRow, DraftResponseRow
 from engine.draft.parallel import with_masked
 from engine.draft.sequence import Drafting, DraftSequence
+from engine.draft.tree_search import draft_trees, max_computed, max_levels
 from engine.errors import InvalidRequest
 from engine.sampling.grammar import Grammars, Matcher
-from engine.sampling.logits_processor import BatchLogitsProcessor, Columns, LogitsProcessor
-from engine.sampling.staging import to_device, to_host
+from engine.sampling.logits_processor import Columns, LogitsProcessor
+from engine.sampling.staging import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +109,15 @@ class Proposer:
                 drafting.append(row)
         outputs = self._compute_committed(drafting, features, on_device)
         active = [row for row in drafting if row.k > 0]
-        if on_device is None:
-            self._draft_tokens(active, outputs, probs)
-        elif active and outputs is not None:
-            self._draft_chain(active, outputs, probs, on_device)
+        if active and outputs is not None:
+            if on_device is None:
+                draft_trees(
+                    *(self._architecture, self._chooser, active, outputs, probs),
+                    columns=self._columns,
+                    block_size=self._pool.block_size,
+                )
+            else:
+                self._draft_chain(active, outputs, probs, on_device)
         for row in drafting:
             response[row.row_index] = _response_row(row, on_device is not None)
         return tuple(response)
@@ -125,11 +132,10 @@ class Proposer:
         if sequence is None:
             return None
         uncomputed, feature_rows = self._uncomputed(request_row, sequence)
-        per_pass = self._architecture.positions_per_pass
+        per_pass, width = self._architecture.positions_per_pass, request_row.width
         k = request_row.k if per_pass == 1 else min(request_row.k, per_pass)
-        num_ahead = max(0, k - 1)  # the last drafted token needs no slot
-        num_slots = len(sequence.positions) + len(uncomputed) + num_ahead
-        num_tokens = len(sequence.tokens) + num_ahead
+        num_slots = len(sequence.positions) + len(uncomputed) + max_computed(k, width)
+        num_tokens = len(sequence.tokens) + max(0, max_levels(k, width) - 1)  # the last drafted token needs no slot
         if num_tokens > self._max_model_len or not self._pool.reserve(sequence, num_slots):
             self._drop(request_row.key)
             return None
@@ -259,35 +265,6 @@ class Proposer:
         for row in active:
             settle(row, tokens[row.row_index].tolist(), confidences[row.row_index].tolist())
 
-    def _draft_tokens(self, active: list[Drafting], outputs: Outputs | None, probs: torch.Tensor) -> None:
-        """Draft one token per row and forward, until each row reaches its K or its early-exit threshold."""
-        while active and outputs is not None:
-            batch_processor = BatchLogitsProcessor(self._columns)
-            for index, row in enumerate(active):
-                if row.sequence.logits_processor is not None:
-                    batch_processor.add(index, row.sequence.logits_processor)
-            batch_processor.apply(outputs.logits)
-            if batch_processor.can_exclude_all:  # A row ends where its grammar allows no token of the draft's.
-                possible = torch.isfinite(outputs.logits.amax(dim=-1)).tolist()
-                active, outputs = _keep_rows(active, outputs, possible)
-            if active:
-                depth = len(active[0].token_ids)  # The same for all rows: none rests while others go on.
-                tokens, certain = self._chooser.choose(active, outputs.logits, probs, depth=depth, num_ahead=0)
-                chosen, confidences = to_host([tokens, certain])
-                for row, token, confidence in zip(active, chosen.tolist(), confidences.tolist(), strict=True):
-                    row.append(token, confidence)
-            active, outputs = _keep_rows(active, outputs, [row.continues for row in active])
-            if active:
-                outputs = outputs.following() or self._compute_drafted(active, outputs.previous_hidden)
-
-    def _compute_drafted(self, active: Sequence[Drafting], previous_hidden: torch.Tensor | None) -> Outputs:
-        """One forward over the token that each row drafted last."""
-        spans = []
-        for row in active:
-            tokens = row.sequence.tokens
-            spans.append(self._extend(row.sequence, tokens[-1:], (len(tokens) - 1,), 1))
-        return self._architecture.compute_drafted(pack_spans(spans, self._pool.block_size), previous_hidden)
-
 
 def _new_token_places(row: Drafting) -> list[int]:
     """Place of each uncomputed token among the new tokens of the draft request; -1 for earlier tokens."""
@@ -299,14 +276,6 @@ def _response_row(row: Drafting, on_device: bool) -> DraftResponseRow:
     """The response for one row. Tokens on the device are repeated in it only where the target's options need them."""
     token_ids, confidences = tuple(row.token_ids), tuple(row.confidences)
     if not on_device:
-        return DraftResponseRow(token_ids, confidences, row.samples_from_q, row.reason)
+        return DraftResponseRow(token_ids, confidences, row.samples_from_q, row.reason, parents=row.parents)
     told = token_ids if row.sequence.options is not None else ()
     return DraftResponseRow(told, (), row.samples_from_q, row.reason, len(token_ids))
-
-
-def _keep_rows(active: list[Drafting], outputs: Outputs, keep: list[bool]) -> tuple[list[Drafting], Outputs]:
-    """The rows with keep[i] true, and their outputs."""
-    if all(keep):
-        return active, outputs
-    indices = [index for index, wanted in enumerate(keep) if wanted]
-    return [active[index] for index in indices], outputs.select(indices)

@@ -65,6 +65,7 @@ class RemoteDrafter:
         max_options: bytes of encoded sampling options that one draft request may carry.
         deadline_s: seconds until a silent draft counts as hung.
         on_down: called once with the reason when the draft fails.
+        width: most children of a node of a draft tree; 1 asks for chains.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class RemoteDrafter:
         max_options: int = MAX_OPTIONS,
         deadline_s: float,
         on_down: Callable[[str], None],
+        width: int = 1,
     ) -> None:
         self._vocab: torch.Tensor | None = None
         self._max_request_tokens = max_request_tokens
@@ -82,6 +84,7 @@ class RemoteDrafter:
         self._max_options = max_options
         self._deadline_s = deadline_s
         self._on_down = on_down
+        self._width = width
         self._endpoint: DraftLink | None = None
         self._sent: dict[int, int] = {}  # request key -> committed tokens that the draft has received
         self._refused: set[int] = set()  # requests the draft had no memory for, until one of its requests ends
@@ -226,6 +229,7 @@ class RemoteDrafter:
                     k=span.k if is_caught_up else 0,
                     sampling=request.row_sampling,
                     exit_threshold=span.exit_threshold,
+                    width=self._width,
                     options=processor.options if processor is not None and start == 0 else None,
                     feature_rows=self._log.rows(request.key, start, len(new_tokens)) if self._log is not None else (),
                 )
@@ -263,6 +267,7 @@ class RemoteDrafter:
             token_ids=drafted.token_ids,
             probs=probs[: drafted.num_on_device or len(drafted.token_ids)] if drafted.has_probs else None,
             confidences=drafted.confidences,
+            parents=drafted.parents,
             reason=span.reason if drafted.reason == "plan" else drafted.reason,
             num_on_device=drafted.num_on_device,
             device_row=row_index,

@@ -96,8 +96,10 @@ class Drafting:
     reason: KReason = "plan"
     token_ids: list[int] = field(default_factory=list)
     """Tokens drafted so far, as target ids."""
+    parents: tuple[int, ...] = ()
+    """Parent of each drafted token; empty for a chain."""
     confidences: list[float] = field(default_factory=list)
-    """Per drafted token, the highest probability of the draft's distribution there."""
+    """Per drafted token, the highest probability of the draft's distribution there; in a greedy tree its own one."""
     cumulative_confidence: float = 1.0
     """Product of `confidences`."""
 

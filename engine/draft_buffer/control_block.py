@@ -198,9 +198,10 @@ class DraftBlock:
         if not all_within(token_ids, self.spec.vocab):
             raise ValueError(f"draft response: a token id is outside 0..{self.spec.vocab - 1}")
         confidences = [confidence for row in rows for confidence in row.confidences]
-        self._arrays.response_rows[: len(rows)] = [
-            (len(r.token_ids), len(r.confidences), r.has_probs, REASONS.index(r.reason), r.num_on_device) for r in rows
-        ]
+        self._arrays.response_rows[: len(rows)] = [_response_record(row) for row in rows]
+        if any(row.parents for row in rows):
+            parents = [parent for row in rows for parent in row.parents or (-1,) * len(row.token_ids)]
+            self._arrays.parents[: len(parents)] = parents
         self._arrays.token_ids[: len(token_ids)] = token_ids
         self._arrays.confidences[: len(confidences)] = confidences
         words = self._words
@@ -237,13 +238,22 @@ class DraftBlock:
             check_count("tokens of a row", record[0], k)
             check_count("reason", record[3], len(REASONS) - 1)
             check_count("tokens of a row on the device", record[4], k)
+            check_count("parents of a row", record[5], 1)
         row_tokens = split(token_ids.tolist(), [record[0] for record in records])
         confidences = self._arrays.confidences[:num_confidences].tolist()
         row_confidences = split(confidences, [record[1] for record in records])
+        row_parents: list[tuple[int, ...]] = [()] * len(records)
+        if any(record[5] for record in records):
+            row_parents = split(self._arrays.parents[:num_tokens].tolist(), [record[0] for record in records])
         try:
             rows = tuple(
-                DraftResponseRow(tokens, certainties, bool(record[2]), REASONS[record[3]], record[4])
-                for record, tokens, certainties in zip(records, row_tokens, row_confidences, strict=True)
+                DraftResponseRow(
+                    *(tokens, certainties, bool(record[2]), REASONS[record[3]], record[4]),
+                    parents=parents if record[5] else (),
+                )
+                for record, tokens, certainties, parents in zip(
+                    records, row_tokens, row_confidences, row_parents, strict=True
+                )
             )
         except ValueError as error:
             raise CorruptBlock(str(error)) from None
@@ -270,7 +280,7 @@ def _request_record(row: DraftRequestRow, num_options: int) -> tuple[Any, ...]:
     """The values of one request row, in the order of its record's fields."""
     sampling = row.sampling
     sampled_as = (sampling.temperature, sampling.top_p, sampling.stream_key, sampling.attempt, sampling.coupled)
-    limits = (sampling.top_k, sampling.min_p, row.exit_threshold, num_options)
+    limits = (sampling.top_k, sampling.min_p, row.exit_threshold, row.width, num_options)
     return (row.key, row.start, len(row.new_tokens), row.k, *sampled_as, *limits)
 
 
@@ -283,11 +293,18 @@ def _request_row(
         CorruptBlock: k is above the capacity.
         ValueError: another value is out of range.
     """
-    key, start, _, k, temperature, top_p, stream_key, attempt, coupled, top_k, min_p, exit_threshold, _ = record
+    key, start, _, k, temperature, top_p, stream_key, attempt, coupled, top_k, min_p, exit_threshold, width, _ = record
     return DraftRequestRow(
         *(key, start, new_tokens, check_count("k", k, max_k)),
         RowSampling(temperature, top_p, stream_key, attempt, bool(coupled), top_k, min_p),
         exit_threshold=exit_threshold,
+        width=width,
         options=decode_options(options),
         feature_rows=feature_rows,
     )
+
+
+def _response_record(row: DraftResponseRow) -> tuple[int, ...]:
+    """The values of one response row, in the order of its record's fields."""
+    counts = (len(row.token_ids), len(row.confidences), int(row.has_probs))
+    return (*counts, REASONS.index(row.reason), row.num_on_device, int(bool(row.parents)))

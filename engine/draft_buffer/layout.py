@@ -8,7 +8,7 @@ Owns the words, the records, the arrays behind them, and their bounds checks. Re
             24 .. 31   request: epoch, counts             32  request seq   written by the target, seq last
             40 .. 47   response: epoch, counts, seconds   48  response seq  written by the draft, seq last
     arrays             request rows, new tokens, released, options, feature rows
-                       response rows, token ids, confidences
+                       response rows, token ids, confidences, parents
 
     payload            probs, drafted token ids, confidences, new tokens, features; in GPU memory with CUDA IPC
 """
@@ -26,7 +26,7 @@ import numpy.typing as npt
 from engine.draft.messages import MAX_OPTIONS
 from engine.errors import ConfigError
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 NUM_WORDS = 64
 
@@ -147,6 +147,7 @@ _REQUEST_ROW = np.dtype(
         ("top_k", "<i8"),
         ("min_p", "<f8"),
         ("exit_threshold", "<f8"),
+        ("width", "<i8"),
         ("num_options", "<i8"),
     ]
 )
@@ -158,6 +159,7 @@ _RESPONSE_ROW = np.dtype(
         ("has_probs", "<i4"),
         ("reason", "<i4"),
         ("num_on_device", "<i4"),
+        ("has_parents", "<i4"),
     ]
 )
 
@@ -182,6 +184,8 @@ class BlockArrays:
     """[max_rows * max_k] drafted tokens, row after row."""
     confidences: npt.NDArray[np.float64]
     """[max_rows * max_k] confidences of the drafted tokens, row after row."""
+    parents: npt.NDArray[np.int32]
+    """[max_rows * max_k] parents of the drafted tokens, at the places of `token_ids`; read for rows with branches."""
 
 
 def map_arrays(buffer: mmap.mmap, spec: BufferSpec) -> BlockArrays:
@@ -279,6 +283,7 @@ def _array_layout(spec: BufferSpec) -> list[tuple[np.dtype[Any], int, int]]:
         (_RESPONSE_ROW, spec.max_rows),
         (np.dtype(np.int32), spec.max_rows * spec.max_k),
         (np.dtype(np.float64), spec.max_rows * spec.max_k),
+        (np.dtype(np.int32), spec.max_rows * spec.max_k),
     ]
     layout = []
     start = 8 * NUM_WORDS

@@ -120,6 +120,7 @@ class Leader:
             max_released=MAX_RELEASED,
             deadline_s=self._shard.config.speculative.deadline_s,
             on_down=lambda reason: self._send(DraftStatus(up=False, reason=reason)),
+            width=self._shard.config.tree_width,
         )
 
     def _connection(self, remote: RemoteDrafter) -> DraftConnection:

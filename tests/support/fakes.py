@@ -211,6 +211,7 @@ def toy_drafter(
     spelling: Spelling | None = None,
     grammars: Grammars | None = None,
     on_device: bool = False,
+    width: int = 1,
 ) -> RemoteDrafter:
     """A RemoteDrafter whose draft model is a toy in this process.
 
@@ -218,12 +219,15 @@ def toy_drafter(
         spelling: makes the draft compile grammars by itself, while its requests run.
         grammars: the engine's own grammars: the draft finds each one compiled, because a request starts after that.
         on_device: drafted tokens stay in the draft buffer, as over CUDA IPC.
+        width: of draft trees.
     """
     pool = BlockPool(num_blocks, draft.block_size, prefix_cache=True)
     if grammars is None and spelling is not None:
         grammars = toy_grammars(spelling)
     proposer = Proposer(PlainArchitecture(draft.forward), pool, vocab=vocab, max_model_len=10_000, grammars=grammars)
-    drafter = RemoteDrafter(max_request_tokens=max_request_tokens, max_released=64, deadline_s=1.0, on_down=print)
+    drafter = RemoteDrafter(
+        max_request_tokens=max_request_tokens, max_released=64, deadline_s=1.0, on_down=print, width=width
+    )
     drafter.set_vocab(vocab)
     endpoint = LoopbackEndpoint(proposer, max_rows=64, max_k=16, draft_vocab=draft.columns, on_device=on_device)
     drafter.attach(endpoint)

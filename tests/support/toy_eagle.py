@@ -88,8 +88,11 @@ class ToyEagle:
         ]
         hashes = [row[0] for row in after]
         self._kv_slots[forward_input.slots] = np.stack([forward_input.positions, tokens, hashes], axis=1)
-        for span, kv_len in enumerate(forward_input.kv_lens):
-            self._check(forward_input.block_tables[span], int(kv_len))
+        row = 0
+        for span, (q_len, kv_len) in enumerate(zip(forward_input.q_lens, forward_input.kv_lens, strict=True)):
+            for slot in range(kv_len - q_len, kv_len):
+                self._check(forward_input.block_tables[span], seen_slots(forward_input, span, row, slot))
+                row += 1
         logits = np.stack(
             [self._distribution.logits_after([int(known[row][1]), *after[row][1:]]) for row in forward_input.logit_rows]
             or [np.zeros(self._distribution.columns, np.float32)]
@@ -97,8 +100,7 @@ class ToyEagle:
         previous_hidden = torch.tensor([after[row] for row in forward_input.logit_rows], dtype=torch.float32)
         return Outputs(torch.from_numpy(logits.astype(np.float32)), previous_hidden)
 
-    def _check(self, table: np.ndarray[Any, Any], kv_len: int) -> None:
-        where = np.arange(kv_len)
+    def _check(self, table: np.ndarray[Any, Any], where: np.ndarray[Any, Any]) -> None:
         kv_slots = self._kv_slots[table[where // self._block_size] * self._block_size + where % self._block_size]
         steps = np.diff(kv_slots[:, 0])
         assert kv_slots[0, 0] >= 1, "token 0 has no KV slot"
@@ -116,12 +118,15 @@ def toy_eagle(
     max_request_tokens: int = 64,
     ring: int = 256,
     on_device: bool = False,
+    width: int = 1,
 ) -> tuple[RemoteDrafter, LoopbackEndpoint]:
     """A drafter that reads the target's features, and the endpoint it is attached to."""
     architecture = ToyEagle(distribution, num_blocks=num_blocks, block_size=target.block_size)
     pool = BlockPool(num_blocks, target.block_size, prefix_cache=True, ahead=1)
     proposer = Proposer(architecture, pool, vocab=vocab, max_model_len=10_000)
-    drafter = RemoteDrafter(max_request_tokens=max_request_tokens, max_released=64, deadline_s=1.0, on_down=print)
+    drafter = RemoteDrafter(
+        max_request_tokens=max_request_tokens, max_released=64, deadline_s=1.0, on_down=print, width=width
+    )
     drafter.set_vocab(vocab)
     width = len(target.features_after([]))
     features = torch.full((ring, width), float("nan"))

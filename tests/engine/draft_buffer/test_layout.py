@@ -51,7 +51,7 @@ def test_arrays_have_their_capacity_and_do_not_overlap(feature_rows: int) -> Non
     memory = mmap.mmap(-1, block_bytes(spec))
     arrays = map_arrays(memory, spec)
     lengths = [len(getattr(arrays, field.name)) for field in dataclasses.fields(arrays)]
-    assert lengths == [4, 64, 8, 2048, 64 if feature_rows else 0, 4, 20, 20]
+    assert lengths == [4, 64, 8, 2048, 64 if feature_rows else 0, 4, 20, 20, 20]
     for number, field in enumerate(dataclasses.fields(arrays), start=1):
         array = getattr(arrays, field.name)
         array.view("u1")[:] = number
