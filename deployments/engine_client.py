@@ -1,16 +1,17 @@
 """The interface between the HTTP layer and an engine, wherever the engine runs.
 
-Owns the protocol `EngineClient` and the health report. Knows no sockets, actors or text: token ids go in, deltas come
-out.
+Owns the protocols `EngineClient` and `AdapterTarget`, and the health report. Knows no sockets, actors or text: token
+ids go in, deltas come out.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol
 
-from engine.messages import Delta, Submit
+from engine.messages import AdapterRef, Delta, Submit
 
 HealthStatus = Literal["ok", "starting", "degraded", "restarting", "draining", "drained", "dead"]
 
@@ -38,6 +39,31 @@ class Health:
     def is_serving(self) -> bool:
         """Whether the engine runs requests now."""
         return self.status in ("ok", "degraded")
+
+
+class AdapterTarget(Protocol):
+    """A target that adapters are loaded into."""
+
+    async def load_adapter(self, adapter: AdapterRef, folder: Path) -> None:
+        """Load an adapter, then accept requests for it. Loading it again changes nothing.
+
+        Raises:
+            ConfigError: it cannot be read or does not fit the target.
+        """
+        ...
+
+    async def retire_adapter(self, number: int) -> None:
+        """Accept no more requests for an adapter, wait until those that use it have ended, and free it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAdapter:
+    """An adapter that clients may name as `model`."""
+
+    ref: AdapterRef
+    created: int
+    """Unix time at which it was loaded, in seconds."""
 
 
 class EngineClient(Protocol):

@@ -27,6 +27,8 @@ from deployments.http.connection import BehindProxy
 from deployments.http.direct_port import DirectHttp
 from deployments.http.keys import KeyRing
 from deployments.http.ui_routes import add_ui_routes
+from deployments.lora.adapters import Adapters
+from deployments.lora.routes import AdapterRoutes, add_adapter_routes
 from deployments.monitoring.metrics_route import add_metrics_route, add_targets_route
 from deployments.monitoring.replica_observer import ReplicaObserver
 from deployments.responses_api.store import ResponseStore
@@ -50,6 +52,8 @@ class Replica:
         if draft_folder is not None:
             check_draft_vocabulary(folder, draft_folder)
         self._created = int(time.time())
+        lora = self._settings.engine.lora
+        self._adapters = Adapters(lora, folder, self._settings.served_name) if lora is not None else None
         context = serve.get_replica_context()
         self._group = engine_group_on_ray(
             self._settings,
@@ -57,6 +61,7 @@ class Replica:
             draft_folder=draft_folder,
             app_name=context.app_name,
             group=ray.util.get_current_placement_group(),
+            prepare=self._adapters.bring_up if self._adapters is not None else None,
         )
         self._check_grammar = GrammarChecks(self._group.check_grammar, asyncio.get_running_loop())
         names = {"app": context.app_name, "replica": context.replica_id.unique_id}
@@ -96,6 +101,7 @@ class Replica:
             check_grammar=self._check_grammar,
             model_name=settings.served_name,
             created=self._created,
+            adapters=self._adapters.served if self._adapters is not None else {},
             limits=limits,
             responses=ResponseStore(settings.stored_responses) if settings.stored_responses is not None else None,
             admission=self._admission,
@@ -111,6 +117,10 @@ class Replica:
             find=self._observer.engine.find,
         )
         add_admin_routes(app, admin)
+        if self._adapters is not None:
+            is_alone = settings.most_replicas == 1
+            routes = AdapterRoutes(key=admin.key, adapters=self._adapters, find=self._group.target, is_alone=is_alone)
+            add_adapter_routes(app, routes)
         add_ui_routes(
             app, model_name=settings.served_name, history=self._group.controller.history, health=self._group.health
         )
@@ -164,5 +174,8 @@ class Replica:
             self._announcing.cancel()
         if hasattr(self, "_observer"):
             await asyncio.to_thread(self._observer.close)
+        adapters: Adapters | None = getattr(self, "_adapters", None)
+        if adapters is not None:
+            await adapters.close()
         if hasattr(self, "_group"):
             await self._group.stop()

@@ -122,6 +122,12 @@ class AppSettings(Settings):
             raise ValueError(f"num_replicas: {self.num_replicas} given, but autoscaling decides; give one of them")
         return self
 
+    @model_validator(mode="after")
+    def _names_of_models_differ(self) -> Self:
+        if self.engine.lora is not None and self.served_name in self.engine.lora.adapters:
+            raise ValueError(f"engine.lora.adapters: {self.served_name!r} is the name of the base model already")
+        return self
+
     @property
     def most_replicas(self) -> int:
         """Largest number of replicas that can run at once."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from deployments.settings import AppSettings, AutoscalingSettings, LiveSettings, StoredResponsesSettings
-from engine.config import EngineConfig, Settings, SpeculativeConfig
+from engine.config import EngineConfig, LoraConfig, Settings, SpeculativeConfig
 
 _INTRO = """# Configuration
 
@@ -41,6 +41,12 @@ SECTIONS: tuple[tuple[str, str, str, type[Settings]], ...] = (
     ),
     ("Engine", "`args: engine:`", "engine.", EngineConfig),
     ("Speculative decoding", "`args: engine: speculative:`", "engine.speculative.", SpeculativeConfig),
+    (
+        "Adapters",
+        "`args: engine: lora:`. Without this key no adapter can be loaded, see [lora.md](lora.md)",
+        "engine.lora.",
+        LoraConfig,
+    ),
     ("Live settings", "`user_config:` of the deployment `Replica`. They change without a restart", "", LiveSettings),
 )
 """Title, where the keys stand, prefix of a key's full name, and the model that declares them."""

@@ -19,6 +19,8 @@ DRAFT_METHODS: tuple[Method, ...] = ("draft_model", "eagle")
 PolicyName = Literal["off", "fixed", "threshold", "goodput"]
 MAX_K = 16
 """Largest K that any setting, plan or request can ask for."""
+ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.:/-]{0,127}$"
+"""Names that an adapter may have."""
 CPU_BLOCK, CUDA_PAGE = 16, 256
 """Default block sizes in tokens: of the native kernel on cpu, of paged attention on cuda. Both need multiples."""
 
@@ -108,6 +110,23 @@ class SpeculativeConfig(Settings):
         return self
 
 
+class LoraConfig(Settings):
+    """LoRA adapters of the target, each served as a model of its own name."""
+
+    adapters: dict[Annotated[str, Field(pattern=ADAPTER_NAME)], str] = Field(default_factory=dict)
+    """Adapters to serve from the start: the name that clients send as `model`, and the folder as `peft` writes it."""
+    max_loras: Annotated[int, Field(ge=1, le=256)] = 8
+    """Adapters that are held at once. Those that still serve their last requests count."""
+    max_lora_rank: Annotated[int, Field(ge=1, le=512)] = 64
+    """Largest rank of an adapter in any layer."""
+
+    @model_validator(mode="after")
+    def _adapters_fit(self) -> Self:
+        if len(self.adapters) > self.max_loras:
+            raise ValueError(f"adapters: {len(self.adapters)} given, max_loras allows {self.max_loras}")
+        return self
+
+
 class EngineConfig(Settings):
     """One engine: its target model, its KV cache, its limits and its speculation."""
 
@@ -149,6 +168,8 @@ class EngineConfig(Settings):
     `max_num_requests`. `off` launches each kernel from the host."""
     speculative: SpeculativeConfig = SpeculativeConfig()
     """How tokens are drafted."""
+    lora: LoraConfig | None = None
+    """LoRA adapters. `lora: {}` serves none at the start and lets operators load some. Default: none can be loaded."""
 
     @property
     def kv_block_size(self) -> int:
@@ -156,7 +177,7 @@ class EngineConfig(Settings):
         return self.block_size or (CUDA_PAGE if self.device == "cuda" else CPU_BLOCK)
 
     @property
-    def forward_kernel(self) -> Literal["auto", "native", "torch", "triton"]:
+    def draft_kernel(self) -> Literal["auto", "native", "torch", "triton"]:
         """`kernel`, or `torch` if the block size is not a multiple that the native kernel needs."""
         return self.kernel if self.kv_block_size % CPU_BLOCK == 0 else "torch"
 
@@ -164,6 +185,19 @@ class EngineConfig(Settings):
     def tree_width(self) -> int:
         """Width of draft trees; 1 where drafts are chains. On a CUDA device no attention has a tree mask yet."""
         return self.speculative.tree_width if self.speculative.tree == "auto" and self.device != "cuda" else 1
+
+    @property
+    def forward_kernel(self) -> Literal["auto", "native", "torch", "triton"]:
+        """Kernel of the target: as `draft_kernel`, or `torch` for a target with adapters."""
+        return self.draft_kernel if self.lora is None else "torch"
+
+    @model_validator(mode="after")
+    def _adapters_are_computed(self) -> Self:
+        if self.lora is not None and self.kernel in ("native", "triton"):
+            raise ValueError(f"kernel: {self.kernel} does not compute adapters; with lora allowed are auto and torch")
+        if self.lora is not None and self.cuda_graphs == "on":
+            raise ValueError("cuda_graphs: on given, but recorded forwards have no adapters; with lora allowed is off")
+        return self
 
     @model_validator(mode="after")
     def _page_fits(self) -> Self:

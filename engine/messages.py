@@ -138,6 +138,16 @@ class SpeculativeOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterRef:
+    """A LoRA adapter as requests name it."""
+
+    number: int
+    """Stands for the weights: an adapter that is loaded again gets another number. At least 1."""
+    name: str
+    """Name that clients send as `model`. Acceptance is learned and counted by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
     """A request as it enters the engine."""
 
@@ -155,6 +165,8 @@ class Submit:
     """Weight of the request in the waiting queue."""
     client: str = ""
     """Name of the client; clients share a busy engine fairly."""
+    adapter: AdapterRef | None = None
+    """The adapter of the target that computes it; None for the base model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,6 +47,8 @@ def add_plan_parser(commands: Any) -> None:
     plan.add_argument("--context", type=int, default=1024, metavar="TOKENS", help="mean tokens in a request's cache")
     plan.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest prompt + output")
     plan.add_argument("--max-step-tokens", type=int, default=512, metavar="ROWS", help="rows of one forward")
+    plan.add_argument("--max-loras", type=int, default=0, metavar="N", help="LoRA adapters held at once (default: 0)")
+    plan.add_argument("--max-lora-rank", type=int, default=64, metavar="RANK", help="their largest rank (default: 64)")
     plan.add_argument("--price", type=float, metavar="PER_HOUR", help="price of one GPU, or of this machine, per hour")
     plan.add_argument("--json", action="store_true", help="as one JSON object")
     plan.set_defaults(run=_plan)
@@ -80,6 +82,8 @@ def _check(options: argparse.Namespace) -> None:
 
     if not 0 <= options.acceptance < 1:
         raise ConfigError(f"--acceptance: {options.acceptance} given; allowed are 0 to below 1")
+    if options.max_loras and options.gpus is None:
+        raise ConfigError(f"--max-loras: {options.max_loras} given; a plan of this CPU has no adapters")
     if options.price is not None and not options.price > 0:
         raise ConfigError(f"--price: {options.price} given; allowed are prices above 0")
     if options.context < 1:
@@ -92,6 +96,7 @@ def _settings(options: argparse.Namespace, draft: ModelConfig | None) -> EngineC
     from engine.config import EngineConfig
 
     speculative = {"method": "none"} if draft is None else {"method": draft.architecture, "draft": options.draft}
+    lora = {"max_loras": options.max_loras, "max_lora_rank": options.max_lora_rank}
     return EngineConfig.parse(
         {
             "model": options.model,
@@ -100,6 +105,7 @@ def _settings(options: argparse.Namespace, draft: ModelConfig | None) -> EngineC
             "max_model_len": options.max_model_len,
             "max_num_requests": max(options.streams),
             "max_step_tokens": options.max_step_tokens,
+            "lora": lora if options.max_loras else None,
             "speculative": speculative | {"k": options.k},
         }
     )

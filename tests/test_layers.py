@@ -30,7 +30,7 @@ LAYERS = {
         "workers",
         "draft_buffer",
         "draft",
-        "graphs",
+        "graphs lora",
         "model metrics ipc",
         "core kernels",
         "sampling checkpoint threads",
@@ -41,6 +41,7 @@ LAYERS = {
     "deployments": (
         "app settings_page",
         "replica local fleet",
+        "lora",
         "http",
         "responses_api",
         "openai cluster monitoring",

@@ -133,7 +133,7 @@ def _by_draft_class(outcomes: Sequence[RowOutcome], method: Method) -> dict[Draf
         reached = min(outcome.num_accepted + 1, outcome.num_drafted)
         if outcome.source == "grammar":
             continue
-        draft_class = DraftClass("ngram" if outcome.source == "lookup" else method, outcome.workload)
+        draft_class = DraftClass("ngram" if outcome.source == "lookup" else method, outcome.workload, outcome.adapter)
         num_drafts = lengths.setdefault(draft_class, Counter())
         num_drafts[reached, outcome.num_accepted] += 1
     return {draft_class: _counts(num_drafts) for draft_class, num_drafts in lengths.items()}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from autoscale.policy.acceptance_rate import workload_index
+from autoscale.policy.acceptance_rate import AcceptanceClasses
 from engine.core.request import Request
 from engine.core.stats import RowOutcome
 
@@ -35,7 +35,7 @@ class BatchFacts:
     keys: Sequence[int]
     """[B] keys of the requests."""
     workload_indices: npt.NDArray[np.int64]
-    """[B] `workload_index` of each request, for indexing arrays."""
+    """[B] row of each request in `AcceptanceClasses`, for indexing arrays."""
     workloads: Sequence[int]
     """[B] the values of `workload_indices` as plain integers, for indexing lists."""
     disallowed: npt.NDArray[np.bool_] | None
@@ -49,10 +49,12 @@ class BatchObserver:
 
     Args:
         max_k: upper bound of K.
+        classes: gives the rows of requests.
     """
 
-    def __init__(self, max_k: int) -> None:
+    def __init__(self, max_k: int, classes: AcceptanceClasses | None = None) -> None:
         self._max_k = max_k
+        self._classes = classes or AcceptanceClasses()
         self._num_read: dict[int, int] = {}  # request key -> tokens the draft has read
         self._prompt_len, self._response_len = 0.0, FIRST_RESPONSE_LEN
         self.facts = BatchFacts((), (), np.zeros(0, dtype=np.int64), (), None, 0.0)
@@ -66,7 +68,7 @@ class BatchObserver:
     def refresh(self, decodes: Sequence[Request], keys: Sequence[int]) -> None:
         """Build the facts of a batch. The lengths of requests that are new or have finished enter the means."""
         self._note_lengths(decodes)
-        workloads = [workload_index(request.submit.sampling.workload) for request in decodes]
+        workloads = [self._classes.row_of(request) for request in decodes]
         limits = np.array([_k_limit(request, self._max_k) for request in decodes])
         disallowed = np.arange(self._max_k)[None, :] >= limits[:, None]
         num_read = self._num_read

@@ -13,7 +13,6 @@ from autoscale.policy.cost_model import CostModel
 from autoscale.policy.lookup_k import LookupK
 from engine.core.pacing import NUM_MATCH_CLASSES, KChoice
 from engine.core.step import KReason
-from engine.messages import WORKLOADS
 
 PRICED_ROWS = 4
 """Number of added rows over which the cost of one row is averaged."""
@@ -72,7 +71,7 @@ class ChoiceBuilder:
 
         Args:
             ks: [B] draft tokens of each request.
-            workloads: [B] `workload_index` of each request.
+            workloads: [B] row of each request in `AcceptanceClasses`.
             reason: where K > 0.
             zero_reason: where K = 0.
             lookup_allowed: false for a step that must not draft at all.
@@ -94,8 +93,8 @@ class ChoiceBuilder:
         return choices
 
     def zero_by_workload(self, reason: KReason) -> list[KChoice]:
-        """The choice K = 0 by `workload_index`."""
-        num_workloads = len(WORKLOADS)
+        """The choice K = 0 by row of `AcceptanceClasses`."""
+        num_workloads = len(self._acceptance.rates())
         return self.build([0] * num_workloads, range(num_workloads), reason=reason, zero_reason=reason)
 
     def _k_by_match(self, workload: int, *, lookup_allowed: bool) -> tuple[int, ...] | None:

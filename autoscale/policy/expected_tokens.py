@@ -21,13 +21,14 @@ def expected_tokens(stats: StepStats, acceptance: Acceptance, lookup: LookupK | 
     """
     tokens = float(stats.num_decodes)
     # Accepted tokens to expect of a draft by its length, from 0 on.
-    by_class: dict[tuple[WorkloadClass, DraftSource, int], list[float]] = {}
+    by_class: dict[tuple[WorkloadClass, str, DraftSource, int], list[float]] = {}
     for outcome in stats.outcomes:
-        draft_class = (outcome.workload, outcome.source, outcome.match_len)
+        draft_class = (outcome.workload, outcome.adapter, outcome.source, outcome.match_len)
         if draft_class not in by_class:
             is_lookup = lookup is not None and outcome.source == "lookup"
             used = lookup.acceptance_of(outcome.match_len) if lookup is not None and is_lookup else acceptance
-            by_class[draft_class] = [0.0, *np.cumprod(used.by_position(outcome.workload)).cumsum().tolist()]
+            rates = used.by_position(outcome.workload, outcome.adapter)
+            by_class[draft_class] = [0.0, *np.cumprod(rates).cumsum().tolist()]
         by_k = by_class[draft_class]
         tokens += by_k[min(outcome.num_drafted, len(by_k) - 1)]
     return tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autoscale.policy.acceptance_rate import Acceptance
+from autoscale.policy.acceptance_rate import Acceptance, AcceptanceClasses
 from autoscale.policy.allocation import Allocation, allocate
 from autoscale.policy.batch_facts import BatchObserver
 from autoscale.policy.choice_builder import ChoiceBuilder
@@ -64,10 +64,10 @@ class Goodput:
         self._max_k = max_k
         self._method = method
         self._now_s = 0.0
-        self._batch = BatchObserver(max_k)
+        self._batch = BatchObserver(max_k, acceptance.classes)
         self._depth_search = DepthSearch()
         self._builder = ChoiceBuilder(cost, acceptance, lookup)
-        self._held = HeldChoice()
+        self._held = HeldChoice(acceptance.classes)
         self._priors: tuple[Prior, ...] = ()
         self._expected: Allocation | None = None  # of the step chosen for last, until it is observed
         self._num_switches = self._num_probes = 0  # up to the step observed last
@@ -242,6 +242,7 @@ def make_goodput(method: str, max_k: int, table: CostTable = UNMEASURED, *, look
         table: costs measured at start.
         lookup: whether prompt lookup is asked before a draft model.
     """
-    lookup_k = LookupK(max_k) if method in DRAFT_METHODS and lookup else None
-    cost, acceptance = CostModel(table, measured=table is not UNMEASURED), Acceptance(max_k, PRIORS[method])
+    classes = AcceptanceClasses()
+    lookup_k = LookupK(max_k, classes) if method in DRAFT_METHODS and lookup else None
+    cost, acceptance = CostModel(table, measured=table is not UNMEASURED), Acceptance(max_k, PRIORS[method], classes)
     return Goodput(cost, acceptance, max_k=max_k, method=method, lookup=lookup_k)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autoscale.policy.acceptance_rate import workload_index
+from autoscale.policy.acceptance_rate import AcceptanceClasses
 from autoscale.policy.allocation import Allocation
 from engine.core.pacing import KChoice, SpeculationPlan
 from engine.core.request import Request
@@ -35,9 +35,13 @@ class HeldChoice:
 
     At 32 requests a new choice takes 110 us or more and a held one 1.5 us. So a step of a steady batch spends about 15
     us on it, where it would spend 110 us (one x86 core, best of 600).
+
+    Args:
+        classes: gives the rows of requests.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, classes: AcceptanceClasses | None = None) -> None:
+        self._classes = classes or AcceptanceClasses()
         self._chosen = Chosen((), None)
         self._plan: SpeculationPlan | None = None
         self._keys: Sequence[int] = ()
@@ -64,7 +68,10 @@ class HeldChoice:
         if self._by_workload is None:
             return None
         by_workload = self._by_workload
-        choices = [by_workload[workload_index(request.submit.sampling.workload)] for request in decodes]
+        rows = [self._classes.row_of(request) for request in decodes]
+        if max(rows, default=0) >= len(by_workload):
+            return None  # An adapter that was not there when the choice was made.
+        choices = [by_workload[row] for row in rows]
         return Chosen(choices, None)
 
     def hold(
@@ -83,8 +90,8 @@ class HeldChoice:
             chosen: the choice.
             plan, keys, num_prefill_rows: what it was made for.
             num_steps: further steps for which it holds.
-            by_workload: the choice of every request by `workload_index`, whatever the batch; None where it depends on
-                the batch.
+            by_workload: the choice of every request by row of `AcceptanceClasses`, whatever the batch; None where it
+                depends on the batch.
         """
         self._chosen, self._plan, self._keys, self._num_prefill_rows = chosen, plan, keys, num_prefill_rows
         self._num_steps, self._by_workload = num_steps, by_workload

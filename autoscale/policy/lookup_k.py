@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autoscale.policy.acceptance_rate import Acceptance
+from autoscale.policy.acceptance_rate import Acceptance, AcceptanceClasses
 from engine.core.pacing import NUM_MATCH_CLASSES, match_class
 from engine.core.stats import RowOutcome
 
@@ -29,11 +29,13 @@ class LookupK:
 
     Args:
         max_k: number of positions that can be drafted.
+        classes: gives the rows of requests.
     """
 
-    def __init__(self, max_k: int) -> None:
+    def __init__(self, max_k: int, classes: AcceptanceClasses | None = None) -> None:
         assert len(PRIORS) == NUM_MATCH_CLASSES
-        self._acceptance = [Acceptance(max_k, prior) for prior in PRIORS]
+        classes = classes or AcceptanceClasses()
+        self._acceptance = [Acceptance(max_k, prior, classes) for prior in PRIORS]
         self._num_calls = 0
 
     def acceptance_of(self, match_len: int) -> Acceptance:
@@ -41,7 +43,7 @@ class LookupK:
         return self._acceptance[match_class(match_len)]
 
     def ks(self, *, tokens_per_s: float, row_s: float, width: int) -> list[tuple[int, ...]]:
-        """K per match class, in a list by `workload_index`.
+        """K per match class, in a list by row of `AcceptanceClasses`.
 
         Args:
             tokens_per_s: goodput of the step.

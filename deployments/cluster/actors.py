@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
@@ -21,14 +22,16 @@ from ray.exceptions import RayError
 from autoscale.control.report import Observation
 from autoscale.replicas.decision import ReplicaLoad
 from deployments.cluster.placement import CONTROLLER_NAMESPACE, controller_name
+from deployments.settings import AppSettings
 from engine.checkpoint.store import cache_folder
 from engine.core.pacing import PlanSlot
 from engine.draft.messages import DraftInfo
 from engine.draft_buffer.handle import BufferHandle
 from engine.errors import EngineUnavailable
 from engine.ipc.forward_broadcast import ForwardHandle
-from engine.messages import CheckedGrammar, GrammarSpec
+from engine.messages import AdapterRef, CheckedGrammar, GrammarSpec
 from engine.metrics.counters import MetricSnapshot
+from engine.threads import threads_per_shard
 from engine.workers.shard_ready import ShardReady
 
 if TYPE_CHECKING:
@@ -51,6 +54,13 @@ def device_env(num_threads: int) -> dict[str, str]:
 def actor(cls: type, **options: Any) -> Any:
     """An actor class with these Ray options. Ray never restarts it: the process that made it decides."""
     return ray.remote(cls).options(max_restarts=0, max_task_retries=0, **options)
+
+
+def draft_options(settings: AppSettings) -> dict[str, Any]:
+    """Ray options of the draft's actor."""
+    env = {"env_vars": device_env(threads_per_shard(settings.engine))}
+    gpu = {"num_gpus": settings.draft_gpu_fraction} if settings.engine.device == "cuda" else {}
+    return {"runtime_env": env, "max_concurrency": 4, **gpu}  # `run` occupies one thread until the draft ends
 
 
 class ProcessMixin:
@@ -93,6 +103,14 @@ class ShardActor(ProcessMixin):
         """See `TargetShard.follow`."""
         self._shard.follow(handle)
 
+    def load_adapter(self, number: int, folder: Path) -> None:
+        """See `TargetShard.load_adapter`."""
+        self._shard.load_adapter(number, folder)
+
+    def drop_adapter(self, number: int) -> None:
+        """See `TargetShard.drop_adapter`."""
+        self._shard.drop_adapter(number)
+
     def stop(self) -> None:
         """See `TargetShard.stop`."""
         self._shard.stop()
@@ -131,6 +149,18 @@ class ShardActor(ProcessMixin):
     def replica_load(self) -> ReplicaLoad:
         """See `PacedShard.replica_load`."""
         return self._leading().replica_load()
+
+    def serve_adapter(self, adapter: AdapterRef) -> None:
+        """See `Leader.serve_adapter`."""
+        self._leading().leader.serve_adapter(adapter)
+
+    def retire_adapter(self, number: int) -> None:
+        """See `Leader.retire_adapter`."""
+        self._leading().leader.retire_adapter(number)
+
+    def is_unused(self, number: int) -> bool:
+        """See `Leader.is_unused`."""
+        return self._leading().leader.is_unused(number)
 
     def open_draft_buffer(self, info: DraftInfo, epoch: int) -> BufferHandle:
         """See `DraftConnection.open`."""

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from autoscale.control.controller import initial_plan
 from autoscale.replicas.decision import ReplicaDecision, ReplicaLoad
-from deployments.cluster.actors import DraftActor, actor, device_env
+from deployments.cluster.actors import DraftActor, actor, draft_options
 from deployments.cluster.backoff import Backoff
 from deployments.cluster.controller_handle import ControllerHandle, start_controller
 from deployments.cluster.draft_supervisor import DraftStarter, DraftSupervisor
@@ -28,7 +28,7 @@ from deployments.cluster.placement import draft_bundle
 from deployments.cluster.shard_client import ShardClient
 from deployments.cluster.shard_group import ShardGroup
 from deployments.cluster.target_supervisor import Target, TargetSupervisor
-from deployments.engine_client import Health, HealthStatus
+from deployments.engine_client import AdapterTarget, Health, HealthStatus
 from deployments.settings import AppSettings
 from engine.checkpoint.draft_check import check_draft
 from engine.errors import EngineUnavailable
@@ -36,7 +36,6 @@ from engine.ipc.wire import DraftStatus
 from engine.messages import CheckedGrammar, GrammarSpec
 from engine.metrics.counters import MetricCounters, MetricSnapshot, merge
 from engine.metrics.labels import SCALING_REASONS
-from engine.threads import threads_per_shard
 from engine.workers.shard_ready import ShardReady
 
 T = TypeVar("T")
@@ -47,7 +46,7 @@ OnDraft = Callable[[DraftStatus], None]
 OnFailed = Callable[[str], None]
 
 
-class GroupTarget(Target, Protocol):
+class GroupTarget(Target, AdapterTarget, Protocol):
     """A target as the group uses it; see `ShardGroup`."""
 
     @property
@@ -138,7 +137,11 @@ class EngineGroup:
         Raises:
             EngineUnavailable: no target serves within `timeout_s` seconds, or the group is dead.
         """
-        return (await self._targets.wait(timeout_s)).client
+        return (await self.target(timeout_s)).client
+
+    async def target(self, timeout_s: float) -> GroupTarget:
+        """The target itself, as `client`."""
+        return await self._targets.wait(timeout_s)
 
     async def health(self) -> Health:
         """The state of the engine. Does not wait for any process."""
@@ -258,6 +261,7 @@ def engine_group_on_ray(
     draft_folder: Path | None,
     app_name: str,
     group: PlacementGroup | None,
+    prepare: Callable[[ShardGroup], Awaitable[None]] | None = None,
 ) -> EngineGroup:
     """The engine group of this replica, with its actors in the replica's placement group.
 
@@ -266,6 +270,7 @@ def engine_group_on_ray(
         folder, draft_folder: model folders on this node.
         app_name: the Serve application, which names the controller.
         group: the placement group of this replica; None outside of Serve.
+        prepare: as of `ShardGroup`.
     """
     node_id = ray.get_runtime_context().get_node_id()
     engine_id = secrets.token_hex(8)
@@ -280,7 +285,7 @@ def engine_group_on_ray(
         return options
 
     def start_draft() -> Any:
-        options = placed(draft_bundle(settings.engine)) | _draft_options(settings)
+        options = placed(draft_bundle(settings.engine)) | draft_options(settings)
         return actor(DraftActor, **options).remote(settings.engine, draft_folder, folder, node_id=node_id)
 
     drafts = DraftStarter(start_draft) if draft is not None else None
@@ -296,6 +301,7 @@ def engine_group_on_ray(
             draft=draft,
             on_draft=on_draft,
             on_failed=on_failed,
+            prepare=prepare,
             quiet=drafts.until_loaded if drafts is not None else None,
         )
 
@@ -310,9 +316,3 @@ def engine_group_on_ray(
         patience_s=settings.resume_timeout_s,
         num_replicas=settings.num_replicas if settings.autoscaling is None else None,
     )
-
-
-def _draft_options(settings: AppSettings) -> dict[str, Any]:
-    env = {"env_vars": device_env(threads_per_shard(settings.engine))}
-    gpu = {"num_gpus": settings.draft_gpu_fraction} if settings.engine.device == "cuda" else {}
-    return {"runtime_env": env, "max_concurrency": 4, **gpu}  # `run` occupies one thread until the draft ends

@@ -25,11 +25,13 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.errors import ShardDown
 from engine.ipc.forward_broadcast import ForwardHandle
 from engine.ipc.wire import DraftStatus
+from engine.messages import AdapterRef
 from engine.threads import threads_per_shard
 from engine.workers.bring_up import bring_up
 from engine.workers.shard_ready import ShardReady
 
 HEARTBEAT_PERIOD_S = 1.0
+RETIRE_PERIOD_S = 0.2
 STOP_TIMEOUT_S = 2.0
 KILL_TIMEOUT_S = 10.0
 _log = logging.getLogger(__name__)
@@ -76,6 +78,7 @@ class ShardGroup:
         draft: configuration of the draft, which shares shard 0's device and may read its hidden states; None without.
         on_draft: called when the target gains or loses its draft.
         on_failed: called once with the reason when the group ends by itself.
+        prepare: awaited before the group serves, with the group; loads the adapters. None without adapters.
         quiet: awaited before costs are measured; returns when nothing else loads that would disturb the measurement.
         make_actor: makes an actor class from a class and Ray options.
         kill: ends an actor at once.
@@ -93,6 +96,7 @@ class ShardGroup:
         draft: ModelConfig | None,
         on_draft: Callable[[DraftStatus], None],
         on_failed: Callable[[str], None],
+        prepare: Callable[[ShardGroup], Awaitable[None]] | None = None,
         quiet: Callable[[], Awaitable[None]] | None = None,
         make_actor: Callable[..., Any] = actor,
         kill: Callable[[Any], None] = ray.kill,
@@ -106,6 +110,7 @@ class ShardGroup:
         self._draft = draft
         self._on_draft = on_draft
         self._on_failed = on_failed
+        self._prepare = prepare
         self._quiet = quiet
         self._make_actor = make_actor
         self._kill = kill
@@ -150,9 +155,35 @@ class ShardGroup:
             await self._quiet()
         path = await self.rank0.start_leader.remote(self._app_name, self._engine_id)
         self._run(self._shards[:1])
+        if self._prepare is not None:
+            await self._prepare(self)
         self._client = await ShardClient.connect(path, on_draft=self._on_draft, on_lost=self._fail)
         self._tasks.append(asyncio.create_task(self._watch_heart()))
         return ready
+
+    async def load_adapter(self, adapter: AdapterRef, folder: Path) -> None:
+        """Load an adapter on all shards, then accept requests for it. Loading it again changes nothing.
+
+        Raises:
+            ConfigError: it cannot be read or does not fit the target; no shard keeps it.
+        """
+        number = adapter.number
+        calls = [shard.load_adapter.remote(number, folder) for shard in self._shards]
+        failed = [done for done in await asyncio.gather(*calls, return_exceptions=True) if done is not None]
+        if failed:
+            await self._drop(number)
+            raise failed[0]
+        await self.rank0.serve_adapter.remote(adapter)
+
+    async def retire_adapter(self, number: int) -> None:
+        """Accept no more requests for an adapter, wait until those that use it have ended, and free it."""
+        await self.rank0.retire_adapter.remote(number)
+        while not await self.rank0.is_unused.remote(number):
+            await asyncio.sleep(RETIRE_PERIOD_S)
+        await self._drop(number)
+
+    async def _drop(self, number: int) -> None:
+        await asyncio.gather(*(shard.drop_adapter.remote(number) for shard in self._shards))
 
     async def stop(self) -> None:
         """End every process of the group, also a suspended or a stuck one. Idempotent."""

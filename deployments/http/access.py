@@ -4,7 +4,7 @@ Owns the checks of API keys, of browsers' origins, and of servers without keys, 
 the client for the code that follows. Its errors do not say why a key is wrong. Admin routes check their own key.
 
     no key       /health, /ping, /openapi.json, the files of /ui
-    admin key    /admin/..., /debug/...
+    admin key    /admin/..., /debug/..., /v1/load_lora_adapter, /v1/unload_lora_adapter
     API key      everything else
 """
 
@@ -22,7 +22,8 @@ from deployments.errors import HttpError, encode_error
 from deployments.http.admission import ANONYMOUS, Client, ignore_refusal
 from deployments.http.keys import KeyRing
 
-OPEN_PATHS = ("/health", "/ping", "/openapi.json", "/ui")
+ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+OPEN_PATHS = ("/health", "/ping", "/openapi.json", "/ui", *ADAPTER_PATHS)
 OPEN_PREFIXES = ("/ui/", "/admin/", "/debug/")
 CLOSED_PATHS = ("/ui/data",)
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")

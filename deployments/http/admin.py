@@ -66,19 +66,19 @@ def add_admin_routes(app: FastAPI, dependencies: AdminDependencies) -> None:
     """Add GET and PATCH /admin/pace and GET /debug/requests/{id} to an application made by `build_api`."""
 
     async def get_pace(request: Request) -> Response:
-        return _refused(request, dependencies.key) or _plan_json(await dependencies.plan())
+        return refused(request, dependencies.key) or _plan_json(await dependencies.plan())
 
     async def patch_pace(request: Request) -> Response:
-        refused = _refused(request, dependencies.key)
-        if refused is not None:
-            return refused
+        refusal = refused(request, dependencies.key)
+        if refusal is not None:
+            return refusal
         changes = parse_pace(await read_body(request, max_bytes=MAX_BODY_BYTES), max_k=dependencies.max_k)
         return _plan_json(await dependencies.override(changes))
 
     async def get_request(request: Request, request_id: str) -> Response:
-        refused = _refused(request, dependencies.key)
-        if refused is not None:
-            return refused
+        refusal = refused(request, dependencies.key)
+        if refusal is not None:
+            return refusal
         timeline = dependencies.find(request_id)
         if timeline is None:
             message = f"No request {request_id[:200]!r} among the recent ones of this replica"
@@ -119,7 +119,12 @@ def is_key(request: Request, key: str) -> bool:
     return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), key.encode())
 
 
-def _refused(request: Request, key: str | None) -> Response | None:
+def refused(request: Request, key: str | None) -> Response | None:
+    """The refusal of a request to an admin route; None if it has the admin key.
+
+    Raises:
+        HTTPException: there is no admin key, so there are no such routes.
+    """
     if key is None:
         raise HTTPException(404)
     if is_key(request, key):

@@ -21,13 +21,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from deployments.engine_client import Health
+from deployments.engine_client import Health, ServedAdapter
 from deployments.errors import from_validation, routing_error, to_http
 from deployments.http.access import Access, Guard
 from deployments.http.admission import Admission
 from deployments.http.connection import ClientGone, RequestContext, read_body
 from deployments.http.dependencies import ApiDependencies
-from deployments.http.generate import check_model, generate, json_response, parse_body
+from deployments.http.generate import find_adapter, generate, json_response, parse_body
 from deployments.http.openapi import openapi_document
 from deployments.http.responses_route import (
     client_name,
@@ -120,13 +120,16 @@ def drained(health: Health, admission: Admission) -> Health:
 
 
 async def _list_models(request: Request) -> Response:
-    return json_response(msgspec.json.encode(ModelList((_model_card(_dependencies(request)),))))
+    dependencies = _dependencies(request)
+    cards = [adapter_card(served, dependencies) for served in dependencies.adapters.values()]
+    return json_response(msgspec.json.encode(ModelList((_model_card(dependencies), *cards))))
 
 
 async def _get_model(request: Request, model_id: str) -> Response:
     dependencies = _dependencies(request)
-    check_model(model_id, dependencies)
-    return json_response(msgspec.json.encode(_model_card(dependencies)))
+    served = find_adapter(model_id, dependencies)
+    card = _model_card(dependencies) if served is None else adapter_card(served, dependencies)
+    return json_response(msgspec.json.encode(card))
 
 
 async def _chat_completions(request: Request) -> Response:
@@ -197,7 +200,8 @@ def _detokenize_raw(raw: bytes, dependencies: ApiDependencies) -> bytes:
 
 async def _openapi(request: Request) -> Response:
     dependencies: ApiDependencies | None = request.app.state.dependencies
-    return json_response(await asyncio.to_thread(openapi_document, dependencies and dependencies.model_name))
+    names = () if dependencies is None else (dependencies.model_name, *dependencies.adapters)
+    return json_response(await asyncio.to_thread(openapi_document, names))
 
 
 POST_ROUTES = {
@@ -207,6 +211,17 @@ POST_ROUTES = {
     "/tokenize": _tokenize,
     "/detokenize": _detokenize,
 }
+
+
+def adapter_card(served: ServedAdapter, dependencies: ApiDependencies) -> ModelCard:
+    """An adapter in the list of models."""
+    return ModelCard(
+        id=served.ref.name,
+        created=served.created,
+        root=served.ref.name,
+        parent=dependencies.model_name,
+        max_model_len=dependencies.limits.max_model_len,
+    )
 
 
 def _model_card(dependencies: ApiDependencies) -> ModelCard:

@@ -5,9 +5,10 @@ Owns `ApiDependencies` and the ids of running requests.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from deployments.engine_client import EngineClient
+from deployments.engine_client import EngineClient, ServedAdapter
 from deployments.http.admission import Admission
 from deployments.openai.prompts import ApiLimits
 from deployments.responses_api.store import ResponseStore
@@ -61,11 +62,13 @@ class ApiDependencies:
     check_grammar: CheckGrammar
     """Checks the grammars of requests; called in threads."""
     model_name: str
-    """The only value that requests may send as `model`."""
+    """Name of the base model, which requests send as `model`."""
     created: int
     """Unix time at which the server loaded the model, in seconds."""
     limits: ApiLimits
     """Bounds on bodies and prompts."""
+    adapters: Mapping[str, ServedAdapter] = field(default_factory=dict)
+    """Adapters that requests may send as `model` instead, by name; changes while the server runs."""
     system_fingerprint: str | None = None
     """Value of `system_fingerprint` in responses."""
     responses: ResponseStore | None = None

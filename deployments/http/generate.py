@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from deployments.engine_client import ServedAdapter
 from deployments.errors import ModelNotFound, from_validation
 from deployments.http.admission import ANONYMOUS, Client, choose_priority
 from deployments.http.connection import read_body, while_connected
@@ -102,13 +103,20 @@ async def start(
     try:
         body, submits = await _prepare(raw, parse, claims[0].request_id, dependencies)
         priority = choose_priority(body, client)
+        served = find_adapter(body.model, dependencies)  # again: it may have been unloaded since
     except InvalidRequest:
         dependencies.admission.count_invalid()
         raise
     held.callback(dependencies.admission.enter(client, len(submits)).release)
     claims += [_claim(submit.request_id, dependencies, held) for submit in submits[1:]]
     named = tuple(
-        replace(submit, request_id=claim.request_id, client=client.name, priority=priority)
+        replace(
+            submit,
+            request_id=claim.request_id,
+            client=client.name,
+            priority=priority,
+            adapter=None if served is None else served.ref,
+        )
         for submit, claim in zip(submits, claims, strict=True)
     )
     return Started(body, submits, _run(body, named, held, dependencies))
@@ -140,7 +148,7 @@ def parse_body(raw: bytes, body_type: type[B], dependencies: ApiDependencies) ->
         body = body_type.model_validate_json(raw)
     except ValidationError as error:
         raise from_validation(error.errors(include_url=False)) from None
-    check_model(body.model, dependencies)
+    find_adapter(body.model, dependencies)
     return body
 
 
@@ -160,7 +168,7 @@ def _writer(
         format_type(dependencies.codec.name_of, body.num_logprobs or 0),
         request_id=submits[0].request_id,
         created=int(time.time()),
-        model=dependencies.model_name,
+        model=body.model,
         system_fingerprint=dependencies.system_fingerprint,
         num_prompt=sum(len(submit.prompt) for submit in submits[:: body.num_choices]),
         num_choices=len(submits),
@@ -204,12 +212,19 @@ async def _collect(deltas: AsyncGenerator[TextDelta, None], writer: ResponseWrit
     return writer.response([join_deltas(choice) for choice in choices])
 
 
-def check_model(name: str, dependencies: ApiDependencies) -> None:
-    """Raises ModelNotFound unless `name` is the model of this server."""
-    if name != dependencies.model_name:
-        raise ModelNotFound(
-            f"The model {name[:200]!r} does not exist; this server has {dependencies.model_name!r}", field="model"
-        )
+def find_adapter(name: str, dependencies: ApiDependencies) -> ServedAdapter | None:
+    """The adapter of this name; None for the base model.
+
+    Raises:
+        ModelNotFound: this server has no such model.
+    """
+    if name == dependencies.model_name:
+        return None
+    served = dependencies.adapters.get(name)
+    if served is None:
+        names = ", ".join(map(repr, (dependencies.model_name, *dependencies.adapters)))
+        raise ModelNotFound(f"The model {name[:200]!r} does not exist; this server has {names}", field="model")
+    return served
 
 
 def json_response(content: bytes, status: int = 200) -> Response:

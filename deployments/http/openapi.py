@@ -6,7 +6,7 @@ Owns the body, responses and errors of each route. The routes read raw bodies, s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
+from functools import lru_cache
 from importlib.metadata import version
 from typing import Any
 
@@ -70,18 +70,19 @@ _ERRORS = {
 }
 
 
-@cache
-def openapi_document(model_name: str | None = None) -> bytes:
-    """The document as JSON. Cached by name.
+@lru_cache(maxsize=4)
+def openapi_document(model_names: tuple[str, ...] = ()) -> bytes:
+    """The document as JSON. The latest ones are cached.
 
     Args:
-        model_name: the only value that requests may send as `model`; None if it is not known yet.
+        model_names: the values that requests may send as `model`; empty if they are not known yet.
     """
     document = _document()
-    if model_name is not None:
+    if model_names:
+        allowed = {"const": model_names[0]} if len(model_names) == 1 else {"enum": list(model_names)}
         for body in _BODIES:
             properties = document["components"]["schemas"][body.__name__]["properties"]
-            properties["model"] = properties["model"] | {"const": model_name}
+            properties["model"] = properties["model"] | allowed
     return msgspec.json.encode(document)
 
 
@@ -93,7 +94,7 @@ def _document() -> dict[str, Any]:
         "/health": {"get": _operation("State of the engine", refs["HealthReport"], also={503: refs["HealthReport"]})},
         "/ping": {"get": _empty_operation("Whether requests are served")},
         "/version": {"get": _operation("The version of the server", refs["VersionReport"])},
-        "/v1/models": {"get": _operation("The model served here", refs["ModelList"], errors=(503,))},
+        "/v1/models": {"get": _operation("The models served here", refs["ModelList"], errors=(503,))},
         "/v1/models/{model_id}": {
             "get": _operation("One model", refs["ModelCard"], errors=(404, 503))
             | {"parameters": [_path_parameter("model_id")]}

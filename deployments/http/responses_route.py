@@ -62,7 +62,7 @@ async def respond(request: Request, dependencies: ApiDependencies) -> Response:
             bodies[0],
             suffix=uuid.uuid4().hex,
             created=int(time.time()),
-            model=dependencies.model_name,
+            model=bodies[0].model,
             num_prompt=len(started.submits[0].prompt),
             name_of=dependencies.codec.name_of,
             is_stored=store is not None,

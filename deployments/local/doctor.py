@@ -71,6 +71,8 @@ def startup_lines(engine: EngineConfig) -> list[str]:
 
 def native_problem(engine: EngineConfig) -> str | None:
     """Why the native kernel does not compute this engine's forward on the CPU; None where it does."""
+    if engine.lora is not None:
+        return "it does not compute adapters (engine.lora)"
     if engine.forward_kernel == "torch":
         return "the settings choose torch"
     if engine.dtype == "float32":

@@ -20,6 +20,7 @@ from engine.checkpoint.store import EMBEDDED, cache_folder, check_cache, embedde
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.gguf import GGUF_FILE
+from engine.lora.adapter_files import num_adapter_values, read_adapter
 
 PROCESS_BYTES = 1_500_000_000
 """Memory of Ray, Serve, the controller and one replica, without models."""
@@ -147,16 +148,36 @@ def check_memory(settings: AppSettings, folder: Path, draft_folder: Path | None,
     """
     weights, cache = _model_bytes(settings.engine, folder)
     draft = _weight_bytes(draft_folder, ModelConfig.load(draft_folder)) if draft_folder is not None else 0
+    lora, width = settings.engine.lora, 4 if settings.engine.dtype == "float32" else 2
+    adapters = num_adapter_values(lora, ModelConfig.load(folder)) * width if lora is not None else 0
     if settings.engine.device == "cuda":
-        weights = cache = draft = 0
+        weights = cache = draft = adapters = 0
     processes = PROCESS_BYTES + settings.engine.tensor_parallel_size * SHARD_BYTES
-    needed = settings.num_replicas * (weights + cache + draft + processes)
+    needed = settings.num_replicas * (weights + cache + draft + adapters + processes)
     if needed > free_bytes:
         raise ConfigError(
             f"memory: {_size(free_bytes)} are free, the plan needs about {_size(needed)} (weights {_size(weights)}, KV "
-            f"cache {_size(cache)}, draft {_size(draft)}, processes {_size(processes)}, replicas "
-            f"{settings.num_replicas}); use a smaller model, fewer replicas or a smaller kv_cache_tokens"
+            f"cache {_size(cache)}, draft {_size(draft)}, adapters {_size(adapters)}, processes {_size(processes)}, "
+            f"replicas {settings.num_replicas}); use a smaller model, fewer replicas or a smaller kv_cache_tokens"
         )
+
+
+def adapter_lines(engine: EngineConfig, folder: Path) -> list[str]:
+    """One line per adapter of the settings.
+
+    Raises:
+        ConfigError: an adapter cannot be read or does not fit the model.
+    """
+    if engine.lora is None:
+        return []
+    lines = []
+    for name, given in engine.lora.adapters.items():
+        try:
+            spec = read_adapter(Path(given).expanduser(), ModelConfig.load(folder), max_rank=engine.lora.max_lora_rank)
+        except ConfigError as error:
+            raise ConfigError(f"engine.lora.adapters.{name}: {error}") from None
+        lines.append(f"Adapter: {name}, rank up to {spec.rank}, {len(spec.modules)} layers")
+    return lines
 
 
 def weights_line(engine: EngineConfig, folder: Path) -> str | None:

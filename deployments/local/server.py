@@ -94,6 +94,8 @@ def _prepare(settings: AppSettings, console: Console) -> None:
     folder = resolve_model(settings.engine.model)
     if (weights := preflight.weights_line(settings.engine, folder)) is not None:
         console.print(weights, markup=False, highlight=False)
+    for line in preflight.adapter_lines(settings.engine, folder):
+        console.print(line, markup=False, highlight=False)
     draft, draft_folder = settings.engine.speculative.draft, None
     if draft is not None:
         try:

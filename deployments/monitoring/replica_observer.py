@@ -15,7 +15,7 @@ from autoscale.control.metric_targets import ANNOUNCE_PERIOD_S, MetricTarget
 from deployments.engine_client import EngineClient
 from deployments.monitoring.discovery import TargetFile, clear_dead, targets_folder
 from deployments.monitoring.exporter import Exporter
-from deployments.monitoring.request_log import count_request, log_as_json, log_request
+from deployments.monitoring.request_log import AdapterLabels, count_request, log_as_json, log_request
 from deployments.monitoring.timelines import Sink, TimedEngine
 from deployments.monitoring.tracing import Tracing, make_exporter
 from deployments.settings import AppSettings
@@ -55,7 +55,7 @@ class ReplicaObserver:
         self._exporter: Exporter | None = None
         self._folder = targets_folder(settings.metrics_dir)
         self._file = TargetFile(self._folder, replica)
-        sinks: list[Sink] = [partial(count_request, counters=self._counters)]
+        sinks: list[Sink] = [partial(count_request, counters=self._counters, labels=AdapterLabels())]
         if settings.log_format == "json":
             log_as_json()
             sinks.append(log_request)

@@ -16,7 +16,25 @@ from engine.metrics.counters import MetricCounters
 _log = logging.getLogger(__name__)
 
 
-def count_request(timeline: Timeline, counters: MetricCounters) -> None:
+MAX_ADAPTERS = 64
+"""Adapters that metrics tell apart. Further ones count as OTHER."""
+OTHER = "other"
+
+
+class AdapterLabels:
+    """Values of the label `adapter`: the names of the first MAX_ADAPTERS adapters that had a request."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def of(self, name: str) -> str:
+        """The label of an adapter."""
+        if name not in self._names and len(self._names) < MAX_ADAPTERS:
+            self._names.add(name)
+        return name if name in self._names else OTHER
+
+
+def count_request(timeline: Timeline, counters: MetricCounters, labels: AdapterLabels) -> None:
     """Count a finished request."""
     if timeline.is_refused:
         counters.add("paceline_rejected_total", 1, timeline.outcome)
@@ -25,6 +43,12 @@ def count_request(timeline: Timeline, counters: MetricCounters) -> None:
     counters.add("paceline_prompt_tokens_total", timeline.num_prompt)
     counters.add("paceline_generated_tokens_total", timeline.num_tokens)
     counters.add("paceline_prefix_cache_hit_tokens_total", timeline.num_cached)
+    if timeline.adapter:
+        adapter = labels.of(timeline.adapter)
+        counters.add("paceline_adapter_requests_total", 1, adapter)
+        counters.add("paceline_adapter_generated_tokens_total", timeline.num_tokens, adapter)
+        counters.add("paceline_adapter_drafted_tokens_total", timeline.num_drafted, adapter)
+        counters.add("paceline_adapter_accepted_tokens_total", timeline.num_accepted, adapter)
     if timeline.queue_s is not None:
         counters.observe("paceline_queue_seconds", timeline.queue_s)
     if timeline.ttft_s is not None:
@@ -40,6 +64,7 @@ def log_request(timeline: Timeline) -> None:
     """Write one log line for a finished request. Its figures are in `extra`, for `JsonFormatter`."""
     figures = {
         "request_id": timeline.request_id,
+        "adapter": timeline.adapter,
         "outcome": timeline.outcome,
         "error": timeline.error,
         "num_prompt": timeline.num_prompt,

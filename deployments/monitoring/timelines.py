@@ -42,6 +42,8 @@ class Timeline:
     """Id of the request within the engine."""
     num_prompt: int
     """Number of prompt tokens."""
+    adapter: str = ""
+    """Name of the adapter that computes it; empty for the base model."""
     arrived_s: float
     """Unix time of its arrival, in seconds."""
     queue_s: float | None = None
@@ -109,7 +111,12 @@ class TimedEngine:
     async def generate(self, submit: Submit) -> AsyncGenerator[Delta, None]:
         """See `EngineClient.generate`."""
         begin = time.monotonic()
-        timeline = Timeline(request_id=submit.request_id, num_prompt=len(submit.prompt), arrived_s=time.time())
+        timeline = Timeline(
+            request_id=submit.request_id,
+            num_prompt=len(submit.prompt),
+            adapter="" if submit.adapter is None else submit.adapter.name,
+            arrived_s=time.time(),
+        )
         self._remember(timeline)
         outcome = "abort"
         try:

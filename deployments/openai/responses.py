@@ -179,8 +179,9 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     created: int
     max_model_len: int
     root: str
-    """The same as `id`, since no adapters are served."""
-    parent: None = None
+    """The same as `id`."""
+    parent: str | None = None
+    """The base model of an adapter; None for the base model."""
     object: str = "model"
     owned_by: str = "paceline"
 

@@ -47,6 +47,11 @@ class BlockOwner(Protocol):
     """Blocks in order. Written by the pool only."""
 
     @property
+    def cache_salt(self) -> bytes:
+        """What the content of the blocks depends on besides the tokens. Owners with different salts share no block."""
+        ...
+
+    @property
     def num_computed(self) -> int:
         """KV slots that are filled, counted from the first."""
         ...
@@ -110,7 +115,7 @@ class BlockPool:
         chain: list[bytes] = []
         if self._prefix_cache:
             limit = max(0, len(owner.tokens) - 1 - self._ahead) // self.block_size
-            for digest in self._digests(owner.tokens, [], limit):
+            for digest in self._digests(owner, [], limit):
                 block = self._block_of.get(digest)
                 if block is None:
                     break
@@ -142,7 +147,7 @@ class BlockPool:
             return
         chain = self._chain.setdefault(owner.key, [])
         full = owner.num_computed // self.block_size
-        for index, digest in enumerate(self._digests(owner.tokens, chain, full), start=len(chain)):
+        for index, digest in enumerate(self._digests(owner, chain, full), start=len(chain)):
             block = owner.block_ids[index]
             if digest not in self._block_of and block not in self._hash_of:
                 self._block_of[digest] = block
@@ -176,11 +181,11 @@ class BlockPool:
         if {block: digest for digest, block in self._block_of.items()} != self._hash_of:
             raise AssertionError("prefix index and block hashes disagree")
 
-    def _digests(self, tokens: Sequence[int], known: Sequence[bytes], upto: int) -> list[bytes]:
+    def _digests(self, owner: BlockOwner, known: Sequence[bytes], upto: int) -> list[bytes]:
         """Content hashes of blocks len(known) .. upto - 1. Each includes its predecessor's, so it names a prefix."""
         digests: list[bytes] = []
-        parent = known[-1] if known else b""
-        size = self.block_size
+        parent = known[-1] if known else owner.cache_salt
+        tokens, size = owner.tokens, self.block_size
         for index in range(len(known), upto):
             content = np.asarray(tokens[index * size : (index + 1) * size + self._ahead], dtype=np.int64).tobytes()
             parent = hashlib.blake2b(parent + content, digest_size=16).digest()

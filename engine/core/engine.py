@@ -23,7 +23,7 @@ from engine.core.stats import StepStats, step_stats
 from engine.core.step import Batch
 from engine.core.verifier import Verifier
 from engine.errors import InvalidRequest
-from engine.messages import Delta, Submit
+from engine.messages import AdapterRef, Delta, Submit
 from engine.sampling.grammar import Grammars
 from engine.sampling.logits_processor import LogitsProcessor
 from engine.sampling.penalties import TokenOptions
@@ -72,6 +72,8 @@ class Engine:
         self._grammars = grammars
         self._aborted: list[int] = []  # keys of requests aborted since the last step
         self._compiling: set[str] = set()  # ids of requests whose grammar is being compiled
+        self._adapters: dict[int, AdapterRef] = {}  # that new requests may use, by number
+        self._retired: dict[int, Command] = {}  # adapters that requests still use: what to call when none does
         self.num_turns = 0
         """Turns of the loop so far, with or without a step. It stands still only while the loop is stuck."""
 
@@ -95,6 +97,19 @@ class Engine:
     def call(self, command: Command) -> None:
         """Run a function between two steps, in the loop's thread. Thread-safe."""
         self._inbox.put(command)
+
+    def serve_adapter(self, adapter: AdapterRef) -> None:
+        """Accept requests for an adapter that every shard has loaded. Thread-safe."""
+        self._inbox.put(lambda: self._adapters.update({adapter.number: adapter}))
+
+    def retire_adapter(self, number: int, on_unused: Callable[[], None]) -> None:
+        """Accept no more requests for an adapter; those that run or wait go on. Thread-safe.
+
+        Args:
+            number: of the adapter.
+            on_unused: called once, in the loop's thread, when no request uses it any more.
+        """
+        self._inbox.put(lambda: self._retire(number, on_unused))
 
     def run(self, stop: threading.Event) -> None:
         """Step until `stop` is set.
@@ -178,7 +193,22 @@ class Engine:
         )
         self._publish((refusal,))
 
+    def _retire(self, number: int, on_unused: Callable[[], None]) -> None:
+        self._adapters.pop(number, None)
+        self._retired[number] = on_unused
+        self._report_unused()
+
+    def _report_unused(self) -> None:
+        """Tell of the retired adapters that no request uses any more."""
+        used = {request.adapter_number for request in self._by_id.values()}
+        for number in self._retired.keys() - used:
+            self._retired.pop(number)()
+
     def _add(self, submit: Submit) -> None:
+        adapter = submit.adapter
+        if adapter is not None and adapter.number not in self._adapters:
+            self._refuse(submit, f"model: the adapter {adapter.name!r} is not loaded any more", field="model")
+            return
         try:
             options = TokenOptions.of(submit.sampling, len(submit.prompt))
             logits_processor = LogitsProcessor.make(options, self._grammars) if options is not None else None
@@ -209,6 +239,8 @@ class Engine:
         self.scheduler.remove(request)
         self.drafter.forget([request.key])
         self._aborted.append(request.key)
+        if self._retired:
+            self._report_unused()
         self._publish((_last_delta(request, None),))
 
     def _abort_all(self) -> None:
@@ -222,6 +254,8 @@ class Engine:
             del self._by_id[request.submit.request_id]
         if ended:
             self.drafter.forget([request.key for request in ended])
+            if self._retired:
+                self._report_unused()
 
     def _fail_all(self, error: BaseException) -> None:
         """End every request with one delta that carries the cause, so that no client waits for ever.

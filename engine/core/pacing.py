@@ -23,7 +23,7 @@ from engine.messages import WorkloadClass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prior:
-    """Acceptance that all engines of an app observed for one method and workload; new requests start from it."""
+    """Acceptance that all engines of an app observed for a method, workload and adapter. New requests start from it."""
 
     method: Method
     """Drafting method that was observed."""
@@ -33,6 +33,8 @@ class Prior:
     """Probability of acceptance at each draft position, given that the position is reached."""
     weights: tuple[float, ...]
     """Number of observations behind each rate."""
+    adapter: str = ""
+    """Name of the adapter that was observed; empty for the base model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

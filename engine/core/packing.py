@@ -46,6 +46,8 @@ class SpanRows(Struct, frozen=True, gc=False):
     """KV slots at the end of the span, after its last row included, that belong to a tree; 0 for a chain."""
     ancestors: Sequence[int] = ()
     """Bits of the ancestors of each of the last rows in the tree; rows before them are outside of it."""
+    adapter: int = 0
+    """Number of the span's adapter; 0 for the base model."""
 
 
 def pack_spans(
@@ -81,6 +83,7 @@ def pack_spans(
     device_tokens = None
     if ids is not None:
         device_tokens = DeviceTokens(ids, np.concatenate([_places(span) for span in spans]))
+    adapters = [span.adapter for span in spans]
     return ForwardInput(
         token_ids=np.array(token_ids, dtype=np.int32),
         positions=positions.astype(np.int32),
@@ -93,6 +96,7 @@ def pack_spans(
         tokens_from_rank_0=device_tokens is not None,
         tree=_tree_mask(spans, q_lens) if any(span.num_tree_slots for span in spans) else None,
         moves=np.array(moves, dtype=np.int32) if moves else None,
+        adapters=np.array(adapters, dtype=np.int32) if any(adapters) else None,
     )
 
 
@@ -136,7 +140,12 @@ def pack_step(batch: Batch, draft: Draft, block_size: int, moves: Sequence[tuple
             first = row.device_row * on_device.token_ids.shape[1]
             places = (*((-1,) * len(committed)), *range(first, first + row.num_on_device))
             drafted = (0,) * row.num_on_device
-        rows = SpanRows([*committed, *drafted], span.start, span.request.block_ids, num_logits, places=places)
+        request = span.request
+        rows = SpanRows(
+            *([*committed, *drafted], span.start, request.block_ids, num_logits),
+            places=places,
+            adapter=request.adapter_number,
+        )
         if branches(row.parents):
             rows = replace(
                 rows,

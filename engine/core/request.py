@@ -75,6 +75,24 @@ class Request:
         return len(self.tokens) - self.num_computed
 
     @property
+    def adapter_number(self) -> int:
+        """Number of the request's adapter; 0 for the base model."""
+        adapter = self.submit.adapter
+        return 0 if adapter is None else adapter.number
+
+    @property
+    def adapter_name(self) -> str:
+        """Name of the request's adapter; empty for the base model."""
+        adapter = self.submit.adapter
+        return "" if adapter is None else adapter.name
+
+    @property
+    def cache_salt(self) -> bytes:
+        """What the content of its KV blocks depends on besides its tokens: the adapter."""
+        number = self.adapter_number
+        return number.to_bytes(8, "little") if number else b""
+
+    @property
     def row_sampling(self) -> RowSampling:
         """How logits become distributions in the request's next step. Requests with a seed use coupled sampling."""
         sampling = self.submit.sampling

@@ -117,6 +117,7 @@ def _outcome(span: Span, drafted: DraftRow, row: RowVerdict) -> RowOutcome:
         workload=request.submit.sampling.workload,
         source=drafted.source,
         match_len=drafted.match_len,
+        adapter=request.adapter_name,
         num_asked=span.k if span.exit_threshold > 0 and confidences else 0,
         confidences=confidences,
         parents=drafted.parents,
@@ -145,6 +146,8 @@ class RowOutcome(Struct, frozen=True, gc=False):
     """What drafted the tokens."""
     match_len: int = 0
     """Length in tokens of the match that prompt lookup found, counted up to MAX_MATCH_LEN."""
+    adapter: str = ""
+    """Name of the request's adapter; empty for the base model."""
     parents: tuple[int, ...] = ()
     """Parent of each drafted token; empty for a chain."""
     path: tuple[int, ...] = ()

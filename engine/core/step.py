@@ -232,6 +232,8 @@ class ForwardInput(Struct, frozen=True, gc=False):
     moves: npt.NDArray[np.int32] | None = None
     """[M, 2] KV slots whose content moves before anything is written: from, to. The moves of one request are in
     ascending order and never overwrite a slot that a later one reads. None for no move."""
+    adapters: npt.NDArray[np.int32] | None = None
+    """[S] number of each span's adapter, 0 for the base model; None where all spans are of the base model."""
 
 
 class ForwardResult(Struct, frozen=True, gc=False):

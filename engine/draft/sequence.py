@@ -42,6 +42,12 @@ class DraftSequence:
     """Applies `options`; None until their grammar is compiled."""
 
     @property
+    def cache_salt(self) -> bytes:
+        """Nothing: the draft has no adapters. An EAGLE head may share slots that were computed from the features of
+        another adapter of the target, which can cost acceptance and never changes the output."""
+        return b""
+
+    @property
     def num_computed(self) -> int:
         """Number of tokens with a KV slot."""
         return len(self.positions)

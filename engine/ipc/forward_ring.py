@@ -52,7 +52,7 @@ class ForwardRingSpec:
     def slot_bytes(self) -> int:
         """Bytes of one slot, a multiple of the cache line."""
         # Per row: token, position, slot, logit row, ancestors of two words, and a move of two.
-        num_values = 8 * self.max_rows + self.max_spans * (3 + self.max_blocks_per_span)
+        num_values = 8 * self.max_rows + self.max_spans * (4 + self.max_blocks_per_span)
         return 8 * _SLOT_WORDS + -(-4 * num_values // 64) * 64
 
 
@@ -126,7 +126,7 @@ class ForwardRing:
             if given > allowed:
                 raise ValueError(f"forward input {name}: {given} given, allowed are {allowed}")
         lengths = [part.size for part in _arrays(forward_input)]
-        if lengths[:5] != [len(forward_input.token_ids)] * 3 + [num_spans] * 2:
+        if lengths[:5] + lengths[7:8] != [len(forward_input.token_ids)] * 3 + [num_spans] * 3:
             raise ValueError(f"forward input: arrays of lengths {lengths} do not fit each other")
         tree = forward_input.tree
         if tree is not None and (len(tree.num_slots), len(tree.ancestors)) != (num_spans, len(forward_input.token_ids)):
@@ -175,15 +175,17 @@ class ForwardRing:
         counts = (num_spans, width, num_rows, num_logits, from_rank_0, num_moves, has_tree)
         if not all(0 <= count <= bound for count, bound in zip(counts, bounds, strict=True)):
             raise ShardDown(f"forward input {seq} is corrupt: counts {counts}, allowed are up to {bounds}")
-        sizes = [num_rows, num_rows, num_rows, num_spans, num_spans, num_spans * width, num_logits]
+        sizes = [num_rows, num_rows, num_rows, num_spans, num_spans, num_spans * width, num_logits, num_spans]
         sizes += [has_tree * num_spans, has_tree * 2 * num_rows, 2 * num_moves]
         values = self._values[index][: sum(sizes)].copy()
         parts = np.split(values, np.cumsum(sizes)[:-1])
         parts[5] = parts[5].reshape(num_spans, width)
-        token_ids, positions, slots, q_lens, kv_lens, block_tables, logit_rows, num_slots, ancestors, moves = parts
+        token_ids, positions, slots, q_lens, kv_lens, block_tables, logit_rows, adapters, *of_trees = parts
+        num_slots, ancestors, moves = of_trees
         return step_id, ForwardInput(
             *(token_ids, positions, slots, q_lens, kv_lens, block_tables, logit_rows),
             tokens_from_rank_0=bool(from_rank_0),
+            adapters=adapters if adapters.any() else None,
             tree=TreeMask(num_slots, ancestors.copy().view(np.uint64)) if has_tree else None,
             moves=moves.reshape(num_moves, 2) if num_moves else None,
         )
@@ -210,7 +212,7 @@ def _counts(forward_input: ForwardInput) -> tuple[int, ...]:
 
 
 def _arrays(forward_input: ForwardInput) -> tuple[npt.NDArray[Any], ...]:
-    """The arrays of a forward input, in the order of its fields; those of trees and moves only where it has any."""
+    """The arrays of a forward input, in their order in a slot; those of trees and moves only where it has any."""
     tree, moves = forward_input.tree, forward_input.moves
     return (
         forward_input.token_ids,
@@ -220,6 +222,7 @@ def _arrays(forward_input: ForwardInput) -> tuple[npt.NDArray[Any], ...]:
         forward_input.kv_lens,
         forward_input.block_tables,
         forward_input.logit_rows,
+        np.zeros_like(forward_input.q_lens) if forward_input.adapters is None else forward_input.adapters,
         *(() if tree is None else (tree.num_slots, tree.ancestors.view(np.int32))),
         *(() if moves is None else (moves,)),
     )

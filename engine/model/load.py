@@ -21,7 +21,7 @@ from engine.checkpoint.weights import WHOLE, ShardSpec, WeightFiles
 from engine.errors import ConfigError
 from engine.model.attention import make_attention
 from engine.model.collectives import Collectives, Solo
-from engine.model.decoder import Decoder
+from engine.model.decoder import Decoder, DecoderWeights
 from engine.model.device import Compute, KernelKind
 from engine.model.eagle_head import Eagle3Decoder, Eagle3Head, EagleHead
 from engine.model.native import NativeUnavailable, load_library
@@ -34,6 +34,8 @@ __all__ = ["Decoder", "LoadedDraft", "Model", "load_draft", "load_model"]
 _log = logging.getLogger(__name__)
 
 Model = Decoder | NativeDecoder
+Adapt = Callable[[ModelConfig, ShardSpec, DecoderWeights], DecoderWeights]
+"""Makes other layers of a shard's weights."""
 
 
 def load_model(
@@ -47,6 +49,7 @@ def load_model(
     feature_layers: tuple[int, ...] = (),
     max_model_len: int | None = None,
     packed: bool = True,
+    adapt: Adapt | None = None,
 ) -> Model:
     """Load one shard of a model.
 
@@ -61,6 +64,7 @@ def load_model(
         max_model_len: longest prompt and output that will be served; None means the model's limit.
         packed: let the native kernel multiply quantised weights as they are. The result has the same bits as with
             dequantised ones.
+        adapt: changes the layers of a model that PyTorch computes, before it is made.
 
     Raises:
         ConfigError: the model's family is not supported, it cannot be divided into so many shards, or `kernel` is
@@ -81,6 +85,7 @@ def load_model(
         collectives=collectives,
         target_folder=target_folder,
         feature_layers=feature_layers,
+        adapt=adapt,
     )
 
 
@@ -164,6 +169,7 @@ def _load_decoder(
     collectives: Collectives,
     target_folder: Path | None,
     feature_layers: tuple[int, ...],
+    adapt: Adapt | None = None,
 ) -> Model:
     """Load the decoder from `files`, for the fastest kernels. Arguments and errors are those of `load_model`.
 
@@ -191,6 +197,8 @@ def _load_decoder(
             return native_decoder
         loader.check_all_read()
         _report_quantised(files, compute, None)
+        if adapt is not None:
+            weights = adapt(config, shard, weights)
         fused = compute.kernel == "triton"
         if fused and config.beyond_llama is not None:
             raise ConfigError(f"kernel: triton does not compute {config.beyond_llama}; allowed: auto, torch")

@@ -85,7 +85,7 @@ class DraftWorker:
             self._target_folder,
             dtype=dtype,
             device=self._device,
-            kernel=self._config.forward_kernel,
+            kernel=self._config.draft_kernel,
             max_model_len=self._config.max_model_len,
             packed=self._config.packed == "auto",
         )

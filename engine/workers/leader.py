@@ -24,6 +24,7 @@ from engine.draft_buffer.target_endpoint import BufferHandle
 from engine.errors import ConfigError
 from engine.ipc.replica_socket import ShardSocket
 from engine.ipc.wire import DraftStatus, EngineFailed, Event, StepDeltas
+from engine.messages import AdapterRef
 from engine.model.device import set_threads
 from engine.sampling.grammar import Grammars
 from engine.sampling.vocabulary import load_tokenizer_info
@@ -75,6 +76,7 @@ class Leader:
             observers=observers,
             grammars=Grammars(lambda: load_tokenizer_info(shard.folder, vocab_size, model_config.eos_token_ids)),
         )
+        self._unused: set[int] = set()  # numbers of retired adapters that no request uses
         self._draft_connection = self._connection(remote) if remote is not None else None
         # Last, because its threads may call the engine.
         self._socket = ShardSocket(submit=self.engine.submit, abort=self.engine.abort, abandon=self.engine.abort_all)
@@ -96,6 +98,18 @@ class Leader:
     def attach_draft(self, timeout_s: float, first: Callable[[DraftLink], None] | None = None) -> None:
         """Draft through the buffer made last, as `DraftConnection.attach`."""
         self._draft().attach(timeout_s, first)
+
+    def serve_adapter(self, adapter: AdapterRef) -> None:
+        """Accept requests for an adapter. Every shard has loaded it."""
+        self.engine.serve_adapter(adapter)
+
+    def retire_adapter(self, number: int) -> None:
+        """Accept no more requests for an adapter. Those that use it go on; `is_unused` tells when they have ended."""
+        self.engine.retire_adapter(number, lambda: self._unused.add(number))
+
+    def is_unused(self, number: int) -> bool:
+        """Whether an adapter is retired and no request uses it any more. Thread-safe."""
+        return number in self._unused
 
     def run(self) -> None:
         """Run the step loop until the shard is stopped, then close everything that was opened.

@@ -17,6 +17,7 @@ from engine.checkpoint.weights import ShardSpec
 from engine.config import DRAFT_METHODS, EngineConfig
 from engine.errors import ConfigError
 from engine.graphs.buckets import make_buckets
+from engine.lora.adapter_files import num_adapter_values
 from engine.model.load import Model
 
 GIB = 1 << 30
@@ -108,6 +109,9 @@ def plan_memory(
         Part("CUDA contexts", CONTEXT_BYTES * (2 if has_draft else 1)),
         Part("reserve", int(device_bytes * RESERVE_FRACTION)),
     ]
+    if engine.lora is not None:
+        num_values = num_adapter_values(engine.lora, config, num_shards=shard.size)
+        parts.append(Part(f"adapters (up to {engine.lora.max_loras})", num_values * dtype.itemsize))
     if shard.size > 1:
         parts.append(Part("NCCL", NCCL_BYTES))
     if engine.cuda_graphs == "on":

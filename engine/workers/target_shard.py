@@ -9,11 +9,13 @@ in their order:
     load(port)                  load(port)                  weights; reports how many KV blocks fit
     allocate(n)                 allocate(n)                 KV cache of the smallest n of all ranks
     forward_handle(rank)        follow(handle)              forward inputs travel through shared memory
+    load_adapter(n, folder)     load_adapter(n, folder)     adapters, at the start and later
     Leader(shard).run()         run()                       until stop()
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -23,10 +25,12 @@ from torch._C._distributed_c10d import TCPStore
 
 from engine.config import EngineConfig
 from engine.core.step import ForwardInput, ForwardResult
-from engine.errors import ShardDown
+from engine.errors import ConfigError, ShardDown
 from engine.graphs.buckets import make_buckets, row_sizes
 from engine.graphs.forward import Capture, CudaCapture, GraphedForward
 from engine.ipc.forward_broadcast import ForwardHandle, ForwardReceiver, ForwardRingSpec, ForwardSender
+from engine.lora.adapter_files import read_adapter
+from engine.lora.adapter_set import AdapterSet
 from engine.model.collectives import Collectives, Group, Solo, open_store
 from engine.model.device import pick_device, pick_dtype, set_threads, with_device
 from engine.model.load import Model, load_model
@@ -38,6 +42,7 @@ from engine.workers.shard_ready import ShardReady
 PEER_TIMEOUT_S = 30.0
 """Deadline for everything that another shard has to do in a step."""
 _RECEIVE_PERIOD_S = 0.5
+_log = logging.getLogger(__name__)
 
 
 class TargetShard:
@@ -81,6 +86,7 @@ class TargetShard:
         self._sender: ForwardSender | None = None  # rank 0 of several
         self._collectives: Collectives = Solo()
         self._graphs: GraphedForward | None = None
+        self._adapters: AdapterSet | None = None
         self._num_forwards = 0
 
     def open_rendezvous(self) -> int:
@@ -107,6 +113,9 @@ class TargetShard:
         if rendezvous_port is not None:
             self._collectives = self._meet(rendezvous_port)
         dtype = pick_dtype(config.dtype)
+        if config.lora is not None:
+            self._adapters = AdapterSet(dtype=dtype, device=self.device)
+            _log.info("adapters are computed with PyTorch's operators; the target has no native kernel then")
         self._model = model = load_model(
             self.folder,
             dtype=dtype,
@@ -116,6 +125,7 @@ class TargetShard:
             kernel=config.forward_kernel,
             max_model_len=config.max_model_len,
             packed=config.packed == "auto",
+            adapt=None if self._adapters is None else self._adapters.wrap,
         )
         num_blocks = num_kv_blocks(
             model.config,
@@ -139,6 +149,26 @@ class TargetShard:
         self.max_model_len = max_model_len
         if self.config.cuda_graphs == "on" and self.device.type == "cuda":
             self.record(CudaCapture(self.device))
+
+    def load_adapter(self, number: int, folder: Path) -> None:
+        """Read this shard's part of an adapter, on all shards before the leader serves it. In any thread.
+
+        Args:
+            number: of the adapter, at least 1; was never used before.
+            folder: in the layout of `peft`.
+
+        Raises:
+            ConfigError: it cannot be read or does not fit the target, or the settings allow no adapters.
+        """
+        if self._adapters is None or self.config.lora is None:
+            raise ConfigError("lora: this engine was started without engine.lora")
+        spec = read_adapter(folder, self._model.config, max_rank=self.config.lora.max_lora_rank)
+        self._adapters.load(number, spec)
+
+    def drop_adapter(self, number: int) -> None:
+        """Free an adapter that no request uses any more. Unknown numbers are ignored. In any thread."""
+        if self._adapters is not None:
+            self._adapters.drop(number)
 
     def record(self, capture: Capture) -> None:
         """Record forwards of decoding and verification, on all shards at once. After the KV cache is made.
@@ -247,6 +277,8 @@ class TargetShard:
         self._collectives.close()
 
     def _compute(self, forward_input: ForwardInput) -> ForwardResult:
+        if self._adapters is not None:
+            self._adapters.choose(forward_input)
         return (self.runner if self._graphs is None else self._graphs).forward(forward_input)
 
     def _meet(self, port: int) -> Collectives:

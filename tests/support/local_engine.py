@@ -29,7 +29,7 @@ from engine.ipc.wire import (
     encode_frame,
     frame_len,
 )
-from engine.messages import Delta, Submit
+from engine.messages import AdapterRef, Delta, Submit
 from engine.workers.bring_up import bring_up_locally
 from engine.workers.draft_worker import DraftWorker
 from engine.workers.leader import Leader
@@ -114,12 +114,9 @@ class LocalEngine:
         out: dict[str, list[int]] = {submit.request_id: [] for submit in submits}
         pending = set(out)
         self._hold_until(len(submits))
-        for submit in submits:
-            self._socket.sendall(encode_frame(SubmitCommand(submit)))
+        self.submit(submits)
         while pending:
-            event = self._event()
-            assert isinstance(event, StepDeltas), event
-            for delta in event.deltas:
+            for delta in self.deltas():
                 assert delta.error is None, delta
                 self.joined[delta.request_id] = _join(self.joined.get(delta.request_id), delta)
                 out[delta.request_id] += delta.token_ids
@@ -127,6 +124,23 @@ class LocalEngine:
                     pending.remove(delta.request_id)
                     self.last[delta.request_id] = delta
         return out
+
+    def submit(self, submits: Sequence[Submit]) -> None:
+        """Submit requests and return at once."""
+        for submit in submits:
+            self._socket.sendall(encode_frame(SubmitCommand(submit)))
+
+    def deltas(self) -> tuple[Delta, ...]:
+        """The deltas of the next step."""
+        event = self._event()
+        assert isinstance(event, StepDeltas), event
+        return event.deltas
+
+    def load_adapter(self, adapter: AdapterRef, folder: Path) -> None:
+        """Load an adapter on all shards, then accept requests for it."""
+        for shard in self.shards:
+            shard.load_adapter(adapter.number, folder)
+        self.leader.serve_adapter(adapter)
 
     @property
     def num_preempted(self) -> int:

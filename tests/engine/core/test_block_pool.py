@@ -21,6 +21,7 @@ class Owner:
     tokens: list[int]
     num_computed: int = 0
     block_ids: list[int] = field(default_factory=list)
+    cache_salt: bytes = b""
 
 
 class PoolMachine(RuleBasedStateMachine):
