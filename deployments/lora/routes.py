@@ -71,7 +71,7 @@ def add_adapter_routes(app: FastAPI, routes: AdapterRoutes) -> None:
         if refusal is not None:
             return refusal
         body = await _parsed(request, LoadAdapterBody, routes)
-        served = await routes.adapters.load(body.lora_name, Path(body.lora_path).expanduser(), routes.find)
+        served = await routes.adapters.load(body.lora_name, Path(body.lora_path), routes.find)
         dependencies: ApiDependencies | None = request.app.state.dependencies
         if dependencies is None:
             raise EngineUnavailable("The server is starting; try again soon")

@@ -6,6 +6,7 @@ torch, so that the replica and the command check an adapter too. `engine.lora.ad
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ def read_adapter(folder: Path, config: ModelConfig, *, max_rank: int) -> Adapter
         ConfigError: a file is missing or damaged, the adapter asks for what is not computed, or it does not fit the
             target. Names the key or the tensor.
     """
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # unlike Path.is_dir, false for every path that cannot be looked up
         raise ConfigError(f"lora: {folder} is no folder")
     made = AdapterConfig.load(folder)
     stored = _stored(folder / WEIGHTS_FILE)
@@ -128,7 +129,7 @@ def read_adapter(folder: Path, config: ModelConfig, *, max_rank: int) -> Adapter
 
 def _stored(path: Path) -> dict[str, list[int]]:
     """Shape of every tensor in the file, by its name without the prefix."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(f"lora: {path.parent} has no {WEIGHTS_FILE}; only safetensors are loaded")
     found: dict[str, list[int]] = {}
     try:

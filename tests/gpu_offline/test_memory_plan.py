@@ -116,3 +116,24 @@ def loaded_bytes(weights: object) -> int:
         elif hasattr(item, "__dict__"):
             pending += vars(item).values()
     return sum(storages.values())
+
+
+def test_adapters_have_their_part() -> None:
+    """Rank 16 in every linear layer of Llama-3.1-8B is 41,943,040 weights, as its published adapters have."""
+    lora = {"max_loras": 2, "max_lora_rank": 16}
+    found = {
+        shards: {
+            part.name: part.num_bytes
+            for part in plan(LLAMA_8B, device_mib=81_559, tensor_parallel_size=shards, lora=lora).parts
+        }["adapters (up to 2)"]
+        for shards in (1, 2)
+    }
+    assert found[1] == 2 * 2 * 41_943_040
+    assert found[1] / 2 < found[2] < found[1]
+    assert all(part.name[:8] != "adapters" for part in plan(LLAMA_8B, device_mib=81_559).parts)
+    with pytest.raises(ConfigError, match="kernel: triton does not compute adapters"):
+        EngineConfig.parse({"model": "m", "device": "cuda", "kernel": "triton", "lora": {}})
+    with pytest.raises(ConfigError, match="recorded forwards have no adapters"):
+        EngineConfig.parse({"model": "m", "device": "cuda", "cuda_graphs": "on", "lora": {}})
+    with pytest.raises(ConfigError, match="adapters: 2 given, max_loras allows 1"):
+        EngineConfig.parse({"model": "m", "lora": {"adapters": {"a": "x", "b": "y"}, "max_loras": 1}})

@@ -126,6 +126,7 @@ def random_forward_input(step_id: int, spec: ForwardRingSpec) -> ForwardInput:
         some(num_spans, width),
         some(num_logits),
         tokens_from_rank_0=bool(rng.integers(2)),
+        adapters=rng.integers(1, 2**31, num_spans).astype(np.int32) if num_spans and rng.integers(2) else None,
     )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from fake_engine import FakeEngine
 
-from deployments.monitoring.request_log import count_request
+from deployments.monitoring.request_log import AdapterLabels, count_request
 from deployments.monitoring.timelines import TimedEngine, Timeline
-from engine.messages import SamplingParams, Submit
+from engine.messages import AdapterRef, SamplingParams, Submit
 from engine.metrics.counters import MetricCounters, MetricSnapshot
 
 
@@ -16,13 +17,17 @@ def submit(name: str = "r", max_tokens: int = 6) -> Submit:
     return Submit(request_id=name, prompt=(1, 2, 3, 4), sampling=SamplingParams(max_tokens=max_tokens))
 
 
-def run(engine: FakeEngine, *, leave_after: int | None = None, keep: int = 8) -> tuple[Timeline, MetricSnapshot]:
+def run(
+    engine: FakeEngine, *, leave_after: int | None = None, keep: int = 8, adapter: AdapterRef | None = None
+) -> tuple[Timeline, MetricSnapshot]:
     """Run one request. The client disconnects after `leave_after` deltas."""
-    counters, ended, raised = MetricCounters(), [], []
+    counters, labels, ended, raised = MetricCounters(), AdapterLabels(), [], []
 
     async def go() -> None:
-        timed = TimedEngine(engine, [ended.append, lambda timeline: count_request(timeline, counters)], keep=keep)
-        messages = timed.generate(submit())
+        timed = TimedEngine(
+            engine, [ended.append, lambda timeline: count_request(timeline, counters, labels)], keep=keep
+        )
+        messages = timed.generate(replace(submit(), adapter=adapter))
         try:
             seen = 0
             async for _ in messages:

@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_adapters import write_adapter
+from tiny_models import write_model
 
 from deployments.local import machine, preflight
 from deployments.local.ports import LOOPBACK, check_port, free_port, free_ports
 from deployments.settings import AppSettings
-from engine.config import EngineConfig
+from engine.checkpoint.model_config import ModelConfig
+from engine.config import EngineConfig, LoraConfig
 from engine.errors import ConfigError
+from engine.lora.adapter_files import num_adapter_values
 
 GIB = 1 << 30
 
@@ -210,3 +214,20 @@ def test_the_torch_build_is_that_which_torch_says() -> None:
     import torch
 
     assert machine.torch_build() == machine.TorchBuild(torch.__version__, torch.version.cuda)
+
+
+def test_adapters_are_named_checked_and_counted(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "llama")
+    adapter = write_adapter(tmp_path / "adapter", model, rank=2, ranks={"q_proj": 5}, targets=("q_proj", "v_proj"))
+    lora = {"adapters": {"sql": str(adapter)}, "max_loras": 3, "max_lora_rank": 10}
+    plan = settings(engine={"model": str(model), "kv_cache_tokens": 16, "lora": lora})
+    assert preflight.adapter_lines(plan.engine, model) == ["Adapter: sql, rank up to 5, 6 layers"]
+    # Inputs and outputs of q, k, v, o, gate, up and down of three layers, in bfloat16.
+    values = 3 * ((48 + 48) + 2 * (48 + 24) + (48 + 48) + 3 * (48 + 80))
+    with pytest.raises(ConfigError, match=r"adapters 0 MB"):
+        preflight.check_memory(plan, model, None, free_bytes=0)
+    assert num_adapter_values(LoraConfig.parse(lora), ModelConfig.load(model)) == values * 3 * 10
+    bad = settings(engine={"model": str(model), "lora": {"adapters": {"sql": str(tmp_path / "none")}}})
+    with pytest.raises(ConfigError, match=r"engine\.lora\.adapters\.sql: lora: .* is no folder"):
+        preflight.adapter_lines(bad.engine, model)
+    assert preflight.adapter_lines(settings(engine={"model": str(model)}).engine, model) == []

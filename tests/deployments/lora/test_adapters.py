@@ -176,6 +176,9 @@ def test_adapters_are_loaded_and_dropped_while_serving(model: Path, folder: Path
         ({"lora_name": "a"}, "lora_path"),
         ({"lora_name": "a", "lora_path": "/no/such/folder"}, "lora_path"),
         ({"lora_name": "a", "lora_path": "MODEL"}, "lora_path"),
+        ({"lora_name": "a", "lora_path": "~nobody/x"}, "lora_path"),
+        ({"lora_name": "a", "lora_path": "x\0y"}, "lora_path"),
+        ({"lora_name": "a", "lora_path": 4000 * "x"}, "lora_path"),
         ({"lora_name": "a", "lora_path": "FOLDER", "more": 1}, "more"),
     ],
 )

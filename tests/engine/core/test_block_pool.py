@@ -24,6 +24,22 @@ class Owner:
     cache_salt: bytes = b""
 
 
+def test_owners_of_different_salts_share_no_block() -> None:
+    pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE, prefix_cache=True)
+    salts = [b"", b"one", b"two", b"one"]
+    found = []
+    for key, salt in enumerate(salts):
+        owner = Owner(key, [1, 1, 1, 1, 1], cache_salt=salt)
+        owner.num_computed = pool.attach_prefix(owner)
+        found.append(owner.num_computed)
+        assert pool.reserve(owner, 5)
+        owner.num_computed = 4
+        pool.register(owner)
+        pool.release(owner)
+        pool.check()
+    assert found == [0, 0, 0, 4]
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Owners arrive, compute, roll back and leave. `content` is what a KV cache would hold."""
 

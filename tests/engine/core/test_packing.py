@@ -32,6 +32,10 @@ def test_spans_stand_one_after_the_other() -> None:
 
 
 def test_positions_may_differ_from_slots() -> None:
+    assert pack_spans([SpanRows([1], 1, [3], 1)], 4).adapters is None
+    adapted = pack_spans([SpanRows([1], 1, [3], 1), SpanRows([1, 2], 1, [3], 1, adapter=7)], 4).adapters
+    assert adapted is not None
+    assert adapted.tolist() == [0, 7]
     forward = pack_spans([SpanRows([1, 2], 1, [3], 0), SpanRows([4, 5], 0, [6], 1, [9, 8])], 4)
     assert forward.positions.tolist() == [1, 2, 9, 8]
     assert forward.slots.tolist() == [13, 14, 24, 25]

@@ -31,7 +31,7 @@ MODES: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_parallel_size": 2},
     "tp3-lookup": {"tensor_parallel_size": 3, "speculative": {"method": "ngram", "k": 4}, "pacer": FixedPacer(4)},
     "chunked": {"max_step_tokens": 16, "max_num_requests": 6},
-    "preempting": {"kv_cache_tokens": 128, "max_model_len": 96},
+    "preempting": {"kv_cache_tokens": 112, "max_model_len": 96, "prefix_cache": False},
     "draft": {"draft": True, "speculative": {"k": 4}, "pacer": RandomPacer(5, max_k=4)},
 }
 
