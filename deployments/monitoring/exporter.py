@@ -20,7 +20,7 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.utils import floatToGoString
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineUnavailable
 from engine.metrics.counters import HistogramValue, LabelValues, MetricSnapshot
 from engine.metrics.definitions import METRICS
 from engine.metrics.labels import COMMON_LABELS
@@ -161,6 +161,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             body = generate_latest(self.server.registry)
+        except EngineUnavailable as error:
+            self.send_error(503, str(error))
+            return
         except Exception:  # noqa: BLE001 - the scrape fails with 500, the log has the cause, the server goes on
             _log.exception("a scrape failed")
             self.send_error(500, "The metrics cannot be read; see the log of the replica")

@@ -23,6 +23,7 @@ from engine.errors import EngineUnavailable
 from engine.metrics.counters import MetricCounters, MetricSnapshot, merge
 
 READ_TIMEOUT_S = 5.0
+"""Seconds in which the engine's metrics must be read. The processes of a busy machine may take longer."""
 WILDCARDS = ("0.0.0.0", "::")
 
 
@@ -34,6 +35,7 @@ class ReplicaObserver:
         engine: the engine to observe. The attribute `engine` wraps it and records every request.
         read_engine: returns the metrics of the engine's processes.
         app, replica: values of these labels.
+        read_timeout_s: seconds that `read_engine` may take.
 
     Raises:
         ConfigError: the settings ask for traces that cannot be written or sent.
@@ -47,8 +49,10 @@ class ReplicaObserver:
         *,
         app: str,
         replica: str,
+        read_timeout_s: float = READ_TIMEOUT_S,
     ) -> None:
         self._settings = settings
+        self._read_timeout_s = read_timeout_s
         self._read_engine = read_engine
         self._labels = {"app": app, "replica": replica, "model": settings.served_name}
         self._counters = MetricCounters()
@@ -117,19 +121,30 @@ class ReplicaObserver:
         self._counters.add("paceline_rejected_total", 1, cause)
 
     def read(self, loop: asyncio.AbstractEventLoop) -> MetricSnapshot:
-        """The metrics of all processes of the replica. Call it from any thread except the loop's."""
+        """The metrics of all processes of the replica. Call it from any thread except the loop's.
+
+        Raises:
+            EngineUnavailable: the engine was not read in time.
+        """
 
         async def ask() -> MetricSnapshot:
             return await self._read_engine()
 
-        engine = asyncio.run_coroutine_threadsafe(ask(), loop).result(READ_TIMEOUT_S)
+        reading = asyncio.run_coroutine_threadsafe(ask(), loop)
+        try:
+            engine = reading.result(self._read_timeout_s)
+        except TimeoutError:
+            reading.cancel()
+            raise EngineUnavailable(
+                f"The engine's metrics were not read within {self._read_timeout_s:g} s; try again soon"
+            ) from None
         return merge([self._counters.read(), engine])
 
     def render(self) -> bytes:
         """The metrics page. From any thread but the loop's.
 
         Raises:
-            EngineUnavailable: the observer does not run.
+            EngineUnavailable: the observer does not run, or the engine was not read in time.
         """
         if self._exporter is None:
             raise EngineUnavailable("The metrics are not read now")

@@ -7,6 +7,8 @@ import json
 import socket
 from pathlib import Path
 
+import httpx
+import pytest
 from api_harness import make_engine
 from scraping import scrape
 
@@ -116,3 +118,28 @@ def test_a_replica_announces_itself_and_removes_the_files_of_lost_nodes(tmp_path
     assert {(target.address.partition(":")[0], target.node_id) for target in sent} == {("192.0.2.1", "n1")}
     assert sent[0].labels == {"app": "app", "replica": "a", "model": "smollm2"}
     assert not lost.exists()
+
+
+def test_an_engine_that_is_not_read_in_time_is_unavailable_not_an_internal_error(tmp_path: Path) -> None:
+    settings = AppSettings.parse({"engine": {"model": "smollm2"}, "metrics_dir": str(tmp_path)})
+    cancelled: list[bool] = []
+
+    async def never() -> MetricSnapshot:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+        return MetricSnapshot()
+
+    async def run() -> httpx.Response:
+        observer = ReplicaObserver(settings, make_engine(), never, app="app", replica="a", read_timeout_s=0.01)
+        target = observer.start(asyncio.get_running_loop(), node_ip="127.0.0.1", node_id="n1")
+        with pytest.raises(EngineUnavailable, match=r"not read within 0\.01 s"):
+            await asyncio.to_thread(observer.render)
+        response = await asyncio.to_thread(httpx.get, f"http://{target.address}/metrics", trust_env=False)
+        await asyncio.to_thread(observer.close)
+        return response
+
+    assert asyncio.run(run()).status_code == 503
+    assert cancelled == [True, True]
