@@ -32,8 +32,9 @@ MAX_LOGIT_ROWS = 128
 """Rows of a timed forward that yield logits. Further rows stand for prompts, which need none."""
 CHECK_ROWS = (1, 16)
 """Numbers of rows at which a cached table is checked."""
-CHECK_RATIO = 1.3
-"""A cached table is discarded where a forward takes this many times longer or shorter than the table says."""
+CHECK_RATIO, MOST_RATIO = 1.3, 3.0
+"""A cached table is corrected where a forward takes more than the first many times longer or shorter than it says, and
+discarded where it is more than the second. On a shared machine memory is often a half faster or slower than before."""
 _PROFILE_KEY = 1 << 62
 """First key of the profiling requests, above the key of every real request."""
 _SPREAD = 7919
@@ -84,7 +85,7 @@ def profile_target(
     return CostTable(tuple(values), (0.0,) * len(BATCH_KNOTS), context_s=max(0.0, rate))
 
 
-def still_holds(
+def adapted(
     table: CostTable,
     forward: Callable[[ForwardInput], object],
     *,
@@ -94,20 +95,32 @@ def still_holds(
     max_spans: int,
     vocab_size: int,
     clock: Callable[[], float] = time.perf_counter,
-) -> bool:
-    """Whether a few forwards take about as long as a cached table says.
+) -> CostTable | None:
+    """A cached table as it holds now, by a few timed forwards: their ratios to the table correct it.
+
+    Below the smallest and above the largest of them their own ratios hold; in between the ratio is interpolated over
+    the logarithm of the rows. Steps teach the rest.
 
     Args:
         table: the cached table.
         forward, block_size, num_blocks, max_rows, max_spans, vocab_size, clock: see `profile_target`.
+
+    Returns:
+        The table itself where it holds, a corrected one, or None where it is so far off that all must be timed anew.
     """
     limits = _Limits(block_size, num_blocks, max_rows, max_spans, vocab_size, clock)
     curve = Curves([Points(knots=ROW_KNOTS, values=table.verify_s)])[0]
+    ratios: dict[int, float] = {}
     for (rows, _), seconds in _fastest(forward, limits, [(rows, SHORT_CONTEXT) for rows in CHECK_ROWS]).items():
-        ratio = seconds / (curve.at(rows) + table.context_s * SHORT_CONTEXT * limits.spans(rows))
-        if not 1 / CHECK_RATIO < ratio < CHECK_RATIO:
-            return False
-    return True
+        ratios[rows] = seconds / (curve.at(rows) + table.context_s * SHORT_CONTEXT * limits.spans(rows))
+    furthest = max(max(ratio, 1 / ratio) for ratio in ratios.values())
+    if furthest > MOST_RATIO:
+        return None
+    if furthest < CHECK_RATIO:
+        return table
+    factors = np.interp(np.log(ROW_KNOTS), np.log(list(ratios)), list(ratios.values()))
+    verify_s = np.maximum.accumulate(np.array(table.verify_s) * factors).tolist()
+    return replace(table, verify_s=tuple(verify_s), context_s=table.context_s * float(factors[-1]))
 
 
 def profile_draft(

@@ -20,7 +20,7 @@ from autoscale.simulation.hardware import roofline_table
 from autoscale.simulation.shapes import draft_forward, target_forward
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights import WHOLE, ShardSpec
-from engine.config import EngineConfig
+from engine.config import DRAFT_METHODS, EngineConfig
 from engine.errors import ConfigError
 from engine.model.runner import kv_bytes_per_token
 from engine.workers.memory_plan import LEAST_CONTEXT, MemoryPlan, Part, plan_memory, weight_bytes
@@ -36,6 +36,9 @@ EXCHANGE_S = 1.5e-5
 CPU_OVERHEAD_S, CPU_SAMPLE_ROW_S, CPU_SERVING_S = 5e-4, 4e-5, 1.6e-4
 """On a CPU: seconds per step besides forward and draft, seconds per sampled row, and CPU seconds of HTTP, Serve and Ray
 per token (docs/benchmarks.md). A cost table that is measured at start lacks them."""
+CPU_SERVING_BYTES, CPU_SHARD_BYTES, CPU_DRAFT_BYTES = 1.06e9, 0.3e9, 0.4e9
+"""On a CPU: resident bytes of Ray, Serve, the controller and one replica; of the shard's process besides weights and KV
+cache; and of the draft's process (docs/benchmarks.md)."""
 _DTYPE = torch.bfloat16
 
 
@@ -170,7 +173,14 @@ def plan_cpu(
     """
     weights = weight_bytes(target, WHOLE, _DTYPE)
     per_token = kv_bytes_per_token(target)
-    memory = MemoryPlan(weights + kv_budget, (Part("weights", weights),), per_token)
+    parts = [
+        Part("weights", weights),
+        Part("Ray, Serve, controller, replica", int(CPU_SERVING_BYTES)),
+        Part("process of the shard", int(CPU_SHARD_BYTES)),
+    ]
+    if engine.speculative.method in DRAFT_METHODS:
+        parts.append(Part("process of the draft", int(CPU_DRAFT_BYTES)))
+    memory = MemoryPlan(sum(part.num_bytes for part in parts) + kv_budget, tuple(parts), per_token)
     filled = replace(
         table,
         overhead_s=table.overhead_s or CPU_OVERHEAD_S,

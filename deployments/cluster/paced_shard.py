@@ -19,7 +19,7 @@ from autoscale.control.step_metrics import StepRecorder
 from autoscale.policy.cost_model import CostTable
 from autoscale.policy.goodput import make_goodput
 from autoscale.policy.policies import PolicyPacer
-from autoscale.profiling.profile import profile_draft, profile_target, still_holds
+from autoscale.profiling.profile import adapted, profile_draft, profile_target
 from autoscale.profiling.table_cache import TableCache
 from autoscale.replicas.decision import ReplicaLoad
 from autoscale.replicas.tpot_estimate import TpotEstimate
@@ -150,7 +150,7 @@ class PacedShard:
 
 
 def first_costs(shard: TargetShard, costs: TableCache) -> CostTable:
-    """The cost table of an earlier start where it still holds, else a new one, measured now and kept."""
+    """The cost table of an earlier start, corrected where it is off, else a new one, measured now and kept."""
     limits: dict[str, Any] = {
         "block_size": shard.config.kv_block_size,
         "num_blocks": shard.runner.num_blocks,
@@ -159,9 +159,9 @@ def first_costs(shard: TargetShard, costs: TableCache) -> CostTable:
         "vocab_size": shard.runner.model.config.vocab_size,
     }
     kept = costs.load()
-    if kept is not None and still_holds(kept, shard.timed_forward, **limits):
-        return kept
-    table = profile_target(shard.timed_forward, **limits)
+    table = adapted(kept, shard.timed_forward, **limits) if kept is not None else None
+    if table is None:
+        table = profile_target(shard.timed_forward, **limits)
     costs.store(table)
     return table
 

@@ -187,6 +187,8 @@ def test_a_measured_table_gets_what_it_lacks() -> None:
     learned = replace(LINEAR, overhead_s=0.002, sample_row_s=1e-4)
     expected = [0.010 + n * 0.001 + 0.002 + n * 1e-4 + n * 8e-5 for n in (1, 4)]
     assert [point.plain_tpot_s for point in of_cpu(learned, "none").points] == pytest.approx(expected)
+    assert plan.memory[0].parts[0].name == "weights"
+    assert len(of_cpu(LINEAR, "draft_model").memory[0].parts) == len(plan.memory[0].parts) + 1, "the draft's process"
     assert plan.kv_tokens == GIB // (2 * 30 * 3 * 64 * 2)
     assert plan.longest_context == 8192
 
