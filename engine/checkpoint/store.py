@@ -103,7 +103,7 @@ def gguf_folder(source: Path, cache: Path) -> Path:
         work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=cache))
         try:
             link(source, work)
-            with _locked(cache / f"{folder.name}.lock"):
+            with locked(cache / f"{folder.name}.lock"):
                 if not folder.is_dir():
                     work.rename(folder)
         finally:
@@ -154,7 +154,7 @@ def embedded_file(*, progress: bool = False) -> Path:
     target = cache / EMBEDDED_FILE.name
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _locked(cache / f"{EMBEDDED_FILE.name}.lock"):
+        with locked(cache / f"{EMBEDDED_FILE.name}.lock"):
             if not target.is_file():
                 EMBEDDED_FILE.download(target, progress=progress)
     except OSError as error:
@@ -213,7 +213,7 @@ def convert_embedded(source: Path, cache: Path, *, progress: bool) -> Path:
         if _intact(folder):
             return folder
         cache.mkdir(parents=True, exist_ok=True)
-        with _locked(cache / f"{folder.name}.lock"):
+        with locked(cache / f"{folder.name}.lock"):
             if not _intact(folder):
                 _convert_into(source, folder, progress=progress)
     except OSError as error:
@@ -265,7 +265,7 @@ def _sha256(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Hold a lock between processes. The kernel releases it when the holder dies."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -16,7 +16,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from engine.checkpoint.store import cache_folder
+from engine.checkpoint.store import cache_folder, locked
 
 SOURCE = Path(__file__).with_name("decoder.cpp")
 """The source file. It includes the headers of the same folder."""
@@ -145,7 +145,7 @@ def _compiler() -> str:
 
 
 def build() -> Path:
-    """The compiled file for these sources, compiler and CPU.
+    """The compiled file for these sources, compiler and CPU. Of several processes that need it, one compiles it.
 
     Raises:
         NativeUnavailable: there is no working compiler, or the cache folder cannot be written.
@@ -161,10 +161,11 @@ def build() -> Path:
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            fresh = Path(scratch) / target.name
-            _run(compiler, *_OPTIONS, str(SOURCE), "-o", str(fresh))
-            fresh.replace(target)
+        with locked(target.with_suffix(".lock")), tempfile.TemporaryDirectory(dir=folder) as scratch:
+            if not target.exists():
+                fresh = Path(scratch) / target.name
+                _run(compiler, *_OPTIONS, str(SOURCE), "-o", str(fresh))
+                fresh.replace(target)
     except OSError as error:
         raise NativeUnavailable(
             f"the cache {folder} cannot be written ({error}); PACELINE_CACHE names another"
