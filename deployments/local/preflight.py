@@ -60,6 +60,12 @@ def _check_metrics_port(settings: AppSettings, host: str, port: int) -> None:
         check_port("metrics_port", settings.metrics_host, settings.metrics_port, remedy)
 
 
+def _check_direct_port(settings: AppSettings, host: str, port: int) -> None:
+    del host, port
+    if settings.direct_port is not None:
+        check_port("direct_port", settings.direct_host, settings.direct_port, "choose another direct_port")
+
+
 def _check_keys(settings: AppSettings, host: str, port: int) -> None:
     del host, port
     try:
@@ -132,6 +138,7 @@ def check_shared_memory(engine: EngineConfig, shared: Path, temporary: Path) -> 
 CHECKS: dict[str, Check] = {
     "HTTP port": _check_http_port,
     "metrics port": _check_metrics_port,
+    "direct port": _check_direct_port,
     "API keys": _check_keys,
     "cache": _check_cache,
     "device": _check_device,

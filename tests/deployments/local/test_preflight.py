@@ -54,6 +54,11 @@ def test_a_busy_metrics_port_is_named(cache: Path, busy_port: int) -> None:
         preflight.check_machine(settings(metrics_port=busy_port), LOOPBACK, free_port())
 
 
+def test_a_busy_direct_port_is_named(cache: Path, busy_port: int) -> None:
+    with pytest.raises(ConfigError, match=rf"direct_port: 127\.0\.0\.1:{busy_port} is in use"):
+        preflight.check_machine(settings(direct_port=busy_port), LOOPBACK, free_port())
+
+
 def test_an_address_of_another_machine_cannot_be_listened_on() -> None:
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1:80 cannot be listened on: .*; use another"):
         check_port("port", "192.0.2.1", 80, "use another")
