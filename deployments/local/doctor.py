@@ -182,6 +182,7 @@ def _checked(settings: AppSettings, host: str, port: int) -> Iterator[Finding]:
         "metrics port": str(settings.metrics_port or "any free one"),
         "direct port": str(settings.direct_port or "none"),
         "API keys": settings.api_keys_file or "no key file",
+        "trace file": settings.trace_file or "none",
         "cache": f"{cache_folder()}, {{free}} GB free",
         "device": settings.engine.device,
         "shared memory": "enough",

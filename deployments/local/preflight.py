@@ -74,6 +74,17 @@ def _check_keys(settings: AppSettings, host: str, port: int) -> None:
         raise ConfigError(f"api_keys_file: {error}; `paceline key NAME --file FILE` makes one") from None
 
 
+def _check_trace_file(settings: AppSettings, host: str, port: int) -> None:
+    del host, port
+    if settings.trace_file is None:
+        return
+    path = Path(settings.trace_file).expanduser()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"trace_file: {path}: {error.strerror}; make its folder, or choose another file") from None
+
+
 def _check_cache(settings: AppSettings, host: str, port: int) -> None:
     del host, port
     check_cache()
@@ -140,6 +151,7 @@ CHECKS: dict[str, Check] = {
     "metrics port": _check_metrics_port,
     "direct port": _check_direct_port,
     "API keys": _check_keys,
+    "trace file": _check_trace_file,
     "cache": _check_cache,
     "device": _check_device,
     "shared memory": _check_shared_memory,

@@ -24,7 +24,7 @@ def test_every_topic_is_examined_and_this_machine_can_serve() -> None:
     findings = {finding.name: finding for finding in examine(values)}
     assert list(findings) == [
         *("Python", "torch", "GPUs", "CPU", "kernel", "memory", "/dev/shm", "open files", "other Ray", "Ray's ports"),
-        *("HTTP port", "metrics port", "direct port", "API keys", "cache", "device", "shared memory"),
+        *("HTTP port", "metrics port", "direct port", "API keys", "trace file", "cache", "device", "shared memory"),
     ]
     assert [finding.name for finding in findings.values() if finding.status == "fail"] == []
     assert "GB/s" in findings["memory"].value
