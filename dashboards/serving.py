@@ -1,4 +1,4 @@
-"""The Serving board: latencies, load, errors and the KV cache.
+"""The Serving board: latencies, load, errors, the KV cache and adapters.
 
 Owns the choice and text of its panels. Queries come from the declarations.
 """
@@ -15,8 +15,8 @@ def board(scope: Scope) -> Board:
     return Board(
         uid="paceline-serving",
         title="Paceline / Serving",
-        description="Latencies, queue, errors and use of the KV cache.",
-        rows=(_latency(scope), _load(scope), _errors(scope), _cache(scope)),
+        description="Latencies, queue, errors, use of the KV cache, and adapters.",
+        rows=(_latency(scope), _load(scope), _errors(scope), _cache(scope), _adapters(scope)),
         annotations=(switches(scope),),
     )
 
@@ -180,6 +180,47 @@ def _cache(scope: Scope) -> Row:
                 unit="percentunit",
                 description="Share of prompt tokens taken from the prefix cache.",
                 queries=(scope.declared("prefix_cache_hit_tokens_total", "hit rate"),),
+                maximum=1,
+                width=6,
+            ),
+        ),
+    )
+
+
+def _adapters(scope: Scope) -> Row:
+    return Row(
+        "Adapters",
+        (
+            Panel(
+                title="Requests by adapter",
+                unit="ops",
+                description="Requests of LoRA adapters that ended. Requests of the base model are not among them.",
+                queries=(scope.declared("adapter_requests_total", "{{adapter}}"),),
+                shape="stacked",
+                width=6,
+            ),
+            Panel(
+                title="Tokens by adapter",
+                unit="tokens/s",
+                description="Tokens sent to clients by LoRA adapters.",
+                queries=(scope.declared("adapter_generated_tokens_total", "{{adapter}}"),),
+                shape="stacked",
+                width=6,
+            ),
+            Panel(
+                title="Draft tokens by adapter",
+                unit="tokens/s",
+                description="Draft tokens verified. Few of them where others have many: the draft predicts this "
+                "adapter badly, so that its requests get a small K.",
+                queries=(scope.declared("adapter_drafted_tokens_total", "{{adapter}}"),),
+                width=6,
+            ),
+            Panel(
+                title="Acceptance by adapter",
+                unit="percentunit",
+                description="Share of draft tokens accepted. The draft is not adapted. A low share calls for a draft "
+                "trained on this adapter's texts.",
+                queries=(scope.declared("adapter_accepted_tokens_total", "{{adapter}}"),),
                 maximum=1,
                 width=6,
             ),
