@@ -13,7 +13,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -87,7 +87,8 @@ class Guard:
         origin = headers.get("origin")
         if origin is None or origin in self._access.origins or "*" in self._access.origins:
             return True
-        return urlsplit(origin).netloc == headers.get("host")
+        address = parse_address(origin)
+        return address is not None and address.netloc == headers.get("host")
 
 
 def is_local(scope: Scope, headers: Headers) -> bool:
@@ -97,8 +98,16 @@ def is_local(scope: Scope, headers: Headers) -> bool:
     the header.
     """
     peer = (scope.get("client") or ("",))[0]
-    name = urlsplit(f"//{headers.get('host', '')}").hostname or ""
-    return is_loopback(peer) and is_loopback(name)
+    address = parse_address(f"//{headers.get('host', '')}")
+    return is_loopback(peer) and address is not None and is_loopback(address.hostname or "")
+
+
+def parse_address(text: str) -> SplitResult | None:
+    """The parts of an address that a client sends; None if it is none, such as an IPv6 host without its bracket."""
+    try:
+        return urlsplit(text)
+    except ValueError:
+        return None
 
 
 def is_loopback(host: str) -> bool:

@@ -241,7 +241,7 @@ async def _on_paceline_error(request: Request, error: Exception) -> Response:
 async def _on_routing_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
-    return routing_error(error.status_code, request.method, request.url.path, error.headers).response()
+    return routing_error(error.status_code, request.method, request.scope["path"], error.headers).response()
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:

@@ -267,3 +267,19 @@ def test_an_answer_ends_at_its_deadline(stream: bool) -> None:
         assert error_of(response)["code"] == "deadline_exceeded"
     assert engine.running == set()
     assert len(engine.aborted) == 1
+
+
+@pytest.mark.parametrize("host", ["[::1", "[", "]", "a:b", "localhost:99999", "\u00ff", ""])
+@pytest.mark.parametrize(("path", "status"), [("/v1/models", 200), ("/no/such/route", 404)])
+def test_a_host_that_is_no_address_is_refused_or_ignored(host: str, path: str, status: int) -> None:
+    """Without keys such a host is not loopback; with a key it does not matter."""
+    headers = {"host": host.encode("latin-1")}
+    open_server = ask("GET", path, Access(), headers=headers)
+    assert open_server.status_code == (status if host == "localhost:99999" else 403)
+    assert ask("GET", path, Access(keys=ring()), headers=AUTH | headers).status_code == status
+
+
+@pytest.mark.parametrize("origin", ["http://[::1", "http://[", "//[", "null", "\u00ff"])
+def test_an_origin_that_is_no_address_is_refused(origin: str) -> None:
+    response = ask("POST", "/v1/completions", Access(), headers={"origin": origin.encode("latin-1")}, json=COMPLETION)
+    assert (response.status_code, error_of(response)["code"]) == (403, "bad_origin")
