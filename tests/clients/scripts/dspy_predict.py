@@ -1,24 +1,17 @@
-"""dspy: a prediction, in dspy's own form and in JSON by a schema."""
+"""dspy: a prediction."""
 
 import os
 
-# No table of public models is fetched.
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 import dspy
-import litellm
+from dspy.utils.exceptions import AdapterParseError
 
-# dspy asks litellm whether a server takes JSON schemas, and litellm knows public models only.
-litellm.register_model(
-    {f"openai/{os.environ['MODEL']}": {"litellm_provider": "openai", "mode": "chat", "supports_response_schema": True}}
-)
-options = {"api_base": os.environ["BASE_URL"], "api_key": "none", "cache": False, "temperature": 0, "max_tokens": 300}
+options = {"api_base": os.environ["BASE_URL"], "api_key": "none", "cache": False, "temperature": 0, "max_tokens": 100}
 language_model = dspy.LM(f"openai/{os.environ['MODEL']}", **options)
-question = "Which city is the capital of France?"
-if os.environ["ANSWER"]:
-    with dspy.context(lm=language_model):
-        assert dspy.Predict("question -> answer")(question=question).answer
-else:
-    # A small model does not keep to dspy's own form. The server owes that a schema is kept.
-    with dspy.context(lm=language_model, adapter=dspy.JSONAdapter()):
-        assert dspy.Predict("question -> answer: bool")(question="Is Paris in France?").answer in (True, False)
-    assert "json_schema" in str(language_model.history[-1]["kwargs"]["response_format"])
+dspy.configure(lm=language_model)
+try:
+    assert dspy.Predict("question -> answer")(question="Which city is the capital of France?").answer
+except AdapterParseError:
+    # A small model does not keep to dspy's form. The server owes a response, and dspy has read it.
+    assert not os.environ["ANSWER"]
+    assert language_model.history[-1]["outputs"][0]
+    assert language_model.history[-1]["usage"]["completion_tokens"] > 0
