@@ -8,32 +8,38 @@ from __future__ import annotations
 import copy
 import json
 import random
+import shutil
 import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from fuzzing import sample
 from gguf_models import write_gguf_model
 from hypothesis import given
 from hypothesis import strategies as st
+from native_library import needs_library
 from quantised_models import FORMATS, quantise
 from tiny_gguf import write_gguf
-from tiny_models import write_model
+from tiny_models import TokenRange, forward_input_of, write_model
 
 from deployments.http.keys import KeyRing
 from deployments.local.yaml_config import DEFAULT_FILE, check, load
 from deployments.settings import LiveSettings
 from engine.checkpoint.draft_check import check_draft
 from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.store import gguf_folder
 from engine.checkpoint.weights import WeightFiles
 from engine.errors import ConfigError
 from engine.gguf.convert import describe
 from engine.gguf.file import GGUFFile
 from engine.gguf.tensors import GGUFTensors
+from engine.model.load import load_model
+from engine.model.runner import ModelRunner
 
 VALUES = yaml.safe_load(DEFAULT_FILE.read_text())
 SCALARS = st.one_of(
@@ -290,3 +296,49 @@ def test_damaged_gguf_models(tmp_path_factory: pytest.TempPathFactory, gguf_mode
         return [file.get_tensor(name) for name in rng.sample(file.keys(), min(4, len(file.keys())))]
 
     memory_bounded(read, num_bytes=len(mutation))
+
+
+@sample(600)
+@given(seed=st.integers(0, 2**32), kind=st.sampled_from(["Q4_0", "Q4_1", "Q5_1", "Q6_K"]))
+def test_codes_of_damaged_gguf_models(tmp_path_factory: pytest.TempPathFactory, seed: int, kind: str) -> None:
+    """Blocks that stay as they are stand for the values that are read: both are an error, or equal."""
+    rng = random.Random(seed)
+    folder = tmp_path_factory.getbasetemp() / f"gguf-codes-{kind}"
+    if not folder.exists():
+        folder.mkdir()
+        write_gguf_model(folder / "whole.gguf", folder / "plain", kind, num_layers=1)
+    mutation = mutated((folder / "whole.gguf").read_bytes(), rng, header=4500)
+    (folder / "model.gguf").write_bytes(mutation)
+
+    def read() -> list[Any]:
+        file = GGUFTensors(folder / "model.gguf")
+        names = [name for name in file.keys() if file.is_quantised(name)]  # noqa: SIM118
+        found = []
+        for name in rng.sample(names, min(3, len(names))):
+            rows = slice(*sorted(rng.sample(range(file.get_slice(name).get_shape()[0] + 1), 2)))
+            found.append(file.get_slice(name).codes(rows).values())
+            assert np.array_equal(found[-1], file.get_slice(name)[rows,].numpy())
+        return found
+
+    memory_bounded(read, num_bytes=len(mutation))
+
+
+@needs_library
+@sample(100)
+@given(seed=st.integers(0, 2**32))
+def test_damaged_gguf_models_on_the_native_kernel(
+    tmp_path_factory: pytest.TempPathFactory, gguf_model: Path, seed: int
+) -> None:
+    """A mutated file is an error, or a model that computes."""
+    folder = tmp_path_factory.getbasetemp() / "gguf-native"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    file = folder / "mutated.gguf"
+    file.write_bytes(mutated(gguf_model.read_bytes(), random.Random(seed), header=4500))
+
+    def compute() -> None:
+        model = load_model(gguf_folder(file, folder / "cache"), kernel="native", max_model_len=64)
+        runner = ModelRunner(model, num_blocks=2, block_size=16)
+        runner.forward(forward_input_of([TokenRange([3, 4, 5], 0, 3, [1])], block_size=16))
+
+    refused_or_fine(compute)

@@ -176,6 +176,7 @@ def cost_identity(shard: TargetShard) -> dict[str, str]:
         "gpu": gpu_name(shard.device),
         "dtype": config.dtype,
         "kernel": type(shard.runner.model).__name__,
+        "packed": shard.runner.model.packed.label,
         "torch": str(torch.__version__),
         "shards": str(config.tensor_parallel_size),
         "threads": str(threads_per_shard(config)),

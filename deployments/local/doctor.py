@@ -19,13 +19,12 @@ from deployments.local import machine
 from deployments.local.ports import LOOPBACK, free_ports
 from deployments.local.preflight import CHECKS
 from deployments.local.ray_head import DASHBOARD_PORT, GCS_PORT, OBJECT_STORE_BYTES
+from deployments.local.weights import native_problem
 from deployments.local.yaml_config import http_address, only_application
 from deployments.settings import AppSettings
 from engine.checkpoint.store import cache_folder
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.model.native import NativeUnavailable
-from engine.model.native.library import check_machine as check_native
 from engine.threads import threads_per_shard, usable_cpus
 
 OPEN_FILES = 4096
@@ -67,23 +66,6 @@ def startup_lines(engine: EngineConfig) -> list[str]:
         f"Device: cpu, {threads_per_shard(engine)} threads per shard{unused_gpu}",
         "Kernel: native (C++)" if why_not is None else f"Kernel: torch, slower than native: {why_not}",
     ]
-
-
-def native_problem(engine: EngineConfig) -> str | None:
-    """Why the native kernel does not compute this engine's forward on the CPU; None where it does."""
-    if engine.lora is not None:
-        return "it does not compute adapters (engine.lora)"
-    if engine.forward_kernel == "torch":
-        return "the settings choose torch"
-    if engine.dtype == "float32":
-        return "it computes bfloat16 only"
-    if engine.tensor_parallel_size > 1:
-        return "it computes whole models only, and tensor_parallel_size is above 1"
-    try:
-        check_native()
-    except NativeUnavailable as error:
-        return str(error)
-    return None
 
 
 def _unused_gpu(engine: EngineConfig, num_gpus: int) -> str:

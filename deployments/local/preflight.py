@@ -14,20 +14,19 @@ from deployments.http.keys import KeyRing
 from deployments.local import machine
 from deployments.local.ports import check_port
 from deployments.local.ray_head import OBJECT_STORE_BYTES, TEMPORARY
+from deployments.local.weights import model_bytes, weight_bytes
+from deployments.local.weights import size_text as _size
 from deployments.settings import AppSettings
-from engine.checkpoint.model_config import INDEX_FILE, SINGLE_FILE, ModelConfig
+from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.store import EMBEDDED, cache_folder, check_cache, embedded_bytes_needed
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.gguf import GGUF_FILE
 from engine.lora.adapter_files import num_adapter_values, read_adapter
 
 PROCESS_BYTES = 1_500_000_000
 """Memory of Ray, Serve, the controller and one replica, without models."""
 SHARD_BYTES = 500_000_000
 """Memory of one shard's process without weights and KV cache."""
-MIN_KV_TOKENS = 2048
-"""KV cache that has to fit where `kv_cache_tokens` is not given and takes what is free."""
 NCCL_BYTES_PER_SHARD = 64 << 20
 """Shared memory that NCCL may use for each GPU of one machine."""
 TEMPORARY_BYTES = 200 << 20
@@ -165,8 +164,8 @@ def check_memory(settings: AppSettings, folder: Path, draft_folder: Path | None,
     Raises:
         ConfigError: it does not, with what takes how much.
     """
-    weights, cache = _model_bytes(settings.engine, folder)
-    draft = _weight_bytes(draft_folder, ModelConfig.load(draft_folder)) if draft_folder is not None else 0
+    weights, cache = model_bytes(settings.engine, folder)
+    draft = weight_bytes(draft_folder, ModelConfig.load(draft_folder)) if draft_folder is not None else 0
     lora, width = settings.engine.lora, 4 if settings.engine.dtype == "float32" else 2
     adapters = num_adapter_values(lora, ModelConfig.load(folder)) * width if lora is not None else 0
     if settings.engine.device == "cuda":
@@ -197,44 +196,3 @@ def adapter_lines(engine: EngineConfig, folder: Path) -> list[str]:
             raise ConfigError(f"engine.lora.adapters.{name}: {error}") from None
         lines.append(f"Adapter: {name}, rank up to {spec.rank}, {len(spec.modules)} layers")
     return lines
-
-
-def weights_line(engine: EngineConfig, folder: Path) -> str | None:
-    """What is done with quantised weights and what memory it takes; None if the weights are floats."""
-    config = ModelConfig.load(folder)
-    link = folder / GGUF_FILE
-    if config.quantization is None and not link.is_symlink():
-        return None
-    label = "GGUF" if config.quantization is None else config.quantization.label
-    files = [link] if config.quantization is None else folder.glob("*.safetensors")
-    is_float32 = engine.dtype == "float32"
-    loaded = _weight_bytes(folder, config) * (2 if is_float32 else 1)
-    return (
-        f"Weights: {label}, {_size(sum(file.stat().st_size for file in files))} in the files, dequantised at load to "
-        f"{'float32' if is_float32 else 'bfloat16'}: {_size(loaded)} in memory"
-    )
-
-
-def _model_bytes(engine: EngineConfig, folder: Path) -> tuple[int, int]:
-    """Bytes of weights and of the KV cache over all shards."""
-    config = ModelConfig.load(folder)
-    width = 4 if engine.dtype == "float32" else 2
-    tokens = engine.kv_cache_tokens or MIN_KV_TOKENS
-    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * width * tokens
-    return _weight_bytes(folder, config) * width // 2, cache
-
-
-def _weight_bytes(folder: Path, config: ModelConfig) -> int:
-    """Bytes of a model's weights with 16 bits each, as nearly every model stores them. Quantised ones are dequantised
-    when they are loaded."""
-    if config.quantization is not None or (folder / GGUF_FILE).is_symlink():
-        has_head = not config.tie_word_embeddings
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        return 2 * config.num_weights(heads=heads, kv_heads=kv_heads, part=lambda total: total, has_head=has_head)
-    single = folder / SINGLE_FILE
-    files = [single] if single.is_file() or not (folder / INDEX_FILE).is_file() else folder.glob("*.safetensors")
-    return sum(file.stat().st_size for file in files)
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.0f} MB"

@@ -25,6 +25,7 @@ from deployments.local import machine, preflight, yaml_config
 from deployments.local.doctor import startup_lines
 from deployments.local.ports import LOOPBACK, free_port
 from deployments.local.ray_head import APPLICATIONS, LocalRay
+from deployments.local.weights import weights_line
 from deployments.monitoring.discovery import clear_dead, targets_folder
 from deployments.settings import AppSettings
 from engine.checkpoint.draft_check import check_draft
@@ -92,7 +93,7 @@ def _prepare(settings: AppSettings, console: Console) -> None:
     for line in startup_lines(settings.engine):
         console.print(line, markup=False, highlight=False)
     folder = resolve_model(settings.engine.model)
-    if (weights := preflight.weights_line(settings.engine, folder)) is not None:
+    if (weights := weights_line(settings.engine, folder)) is not None:
         console.print(weights, markup=False, highlight=False)
     for line in preflight.adapter_lines(settings.engine, folder):
         console.print(line, markup=False, highlight=False)

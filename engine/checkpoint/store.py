@@ -38,7 +38,7 @@ EMBEDDED_FILE = PackageFile(
 )
 """Weights and tokenizer of the default model (Apache-2.0). The package depends on a runtime that is not used here and
 takes minutes to compile, so it is no dependency of Paceline."""
-_LAYOUT = 1
+_LAYOUT = 2
 """Version of the converter's output. A change makes the folders of older versions unused."""
 _MARKER = "checksum.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -231,6 +231,7 @@ def _convert_into(source: Path, folder: Path, *, progress: bool) -> None:
         with Progress(console=Console(stderr=True), disable=not progress, transient=True) as bar:
             task = bar.add_task(f"Converting {source.name}")
             convert(source, work, on_tensor=lambda done, total: bar.update(task, completed=done, total=total))
+        (work / GGUF_FILE).symlink_to(source.resolve())  # for kernels that compute with the weights as they are
         _write_marker(work)
         shutil.rmtree(folder, ignore_errors=True)
         work.rename(folder)

@@ -43,6 +43,12 @@ class Codes:
         """Columns with one scale."""
         return int(self.codes.shape[1]) // int(self.scales.shape[1])
 
+    @property
+    def num_bytes(self) -> float:
+        """Bytes of the codes, scales and minimums in memory, in whole bits."""
+        num_grids = 1 if self.minimums is None else 2
+        return self.codes.size * self.bits / 8 + num_grids * self.scales.size * (2 if self.is_half else 4)
+
     def rows(self, index: npt.NDArray[np.int64] | slice) -> Codes:
         """Some of the rows."""
         minimums = None if self.minimums is None else self.minimums[index]
@@ -98,6 +104,12 @@ def split_blocks(raw: _Bytes, kind: GGMLQuantizationType) -> Codes:
         offset=_FOUR_BITS.get(kind, 0),
         is_half=kind not in _SUPER_BLOCKS,
     )
+
+
+def bytes_per_weight(kind: GGMLQuantizationType) -> float:
+    """Bytes in memory of one weight of a type that stays quantised."""
+    block = split_blocks(np.zeros((1, SPLITTERS[kind][1]), np.uint8), kind)
+    return block.num_bytes / block.codes.size
 
 
 _Split = tuple[npt.NDArray[np.int8 | np.uint8], _Floats, _Floats | None]

@@ -20,7 +20,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from engine.errors import ConfigError
-from engine.gguf.codes import SPLITTERS, Codes, split_blocks
+from engine.gguf.codes import SPLITTERS, Codes, bytes_per_weight, split_blocks
 
 _MAGIC = b"GGUF"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -216,6 +216,18 @@ class GGUFFile:
             ConfigError: the type is not supported.
         """
         return self._layout(name)[1] / self.shape(name)[-1]
+
+    def packed_bytes(self) -> int:
+        """Bytes in memory of all tensors if quantised matrices stay as they are and the others have 16 bits each.
+
+        Raises:
+            ConfigError: a type is not supported.
+        """
+        total = 0.0
+        for name, info in self._infos.items():
+            kind = self._layout(name)[0]
+            total += math.prod(info.shape) * (bytes_per_weight(kind) if self.is_quantised(name) else 2)
+        return round(total)
 
     def check_size(self) -> None:
         """Check that all tensors together fit into the file: a damaged file must not fill the memory with copies.

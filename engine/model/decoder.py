@@ -26,6 +26,7 @@ from engine.model.attention import Attention
 from engine.model.collectives import Collectives
 from engine.model.device import Compute
 from engine.model.layers import Block, GatedMlp, Linear, RmsNorm
+from engine.model.native.matrices import PackedWeights
 from engine.model.rope import Rope, Rotation
 from engine.sampling.staging import to_device
 
@@ -126,6 +127,8 @@ class Decoder:
 
     own_threads = False
     """Whether a forward uses threads of its own instead of PyTorch's."""
+    packed = PackedWeights()
+    """What stays quantised: nothing."""
 
     def __init__(
         self,

@@ -25,8 +25,9 @@ from engine.model.decoder import Decoder, DecoderWeights
 from engine.model.device import Compute, KernelKind
 from engine.model.eagle_head import Eagle3Decoder, Eagle3Head, EagleHead
 from engine.model.native import NativeUnavailable, load_library
+from engine.model.native.limits import check_native
 from engine.model.native.matrices import PackedWeights
-from engine.model.native_decoder import NativeDecoder, check_native
+from engine.model.native_decoder import NativeDecoder
 from engine.model.shard_weights import EMBEDDING, Loader
 
 __all__ = ["Decoder", "LoadedDraft", "Model", "load_draft", "load_model"]

@@ -24,7 +24,8 @@ from engine.core.step import ForwardInput, ForwardResult
 from engine.gguf.codes import stacked
 from engine.model.decoder import DecoderWeights, Layer, LayerCache, dense_mlp
 from engine.model.layers import Linear, PlainLinear, QuantisedLinear
-from engine.model.native import LayerWeights, NativeForward, NativeUnavailable, Shape, load_library
+from engine.model.native import LayerWeights, NativeForward, Shape, load_library
+from engine.model.native.limits import check_native
 from engine.model.native.matrices import Matrices, PackedWeights
 from engine.model.rope import attention_factor, inverse_frequencies
 
@@ -32,23 +33,6 @@ TILE = 16
 """Tokens per tile of the KV cache. The block size is a multiple of it."""
 WIDE, NARROW = 4, 2
 """Column blocks per panel: WIDE for matrices with enough columns for all threads, NARROW for the others."""
-
-
-def check_native(config: ModelConfig) -> None:
-    """Check that the library supports the sizes of a model.
-
-    Raises:
-        NativeUnavailable: a size is not a multiple of the SIMD width, or the model has more than a plain Llama.
-    """
-    if config.beyond_llama is not None:
-        raise NativeUnavailable(f"it does not compute {config.beyond_llama}")
-    for name, value, step in (
-        ("hidden_size", config.hidden_size, 32),
-        ("intermediate_size", config.intermediate_size, 32),
-        ("head_dim", config.head_dim, 64),
-    ):
-        if value % step:
-            raise NativeUnavailable(f"{name} is {value}, allowed are multiples of {step}")
 
 
 class NativeDecoder:

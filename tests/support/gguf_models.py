@@ -87,6 +87,7 @@ def write_gguf_model(
     architecture: str = "llama",
     num_layers: int = LAYERS,
     seed: int = 0,
+    tied: bool = False,
     **metadata: Any,
 ) -> Path:
     """Write a model to `path`, and its plain folder without a tokenizer to `reference`.
@@ -96,6 +97,7 @@ def write_gguf_model(
         architecture: llama, qwen2 or qwen3.
         num_layers: of the model.
         seed: of the weights.
+        tied: whether the head is the embedding.
         metadata: further values of the architecture, with `__` for a dot. `rope_freqs` adds that tensor.
     """
     rng = np.random.default_rng(seed)
@@ -117,7 +119,10 @@ def write_gguf_model(
         writer.add_tensor(name, values)
 
     add("token_embd.weight", "model.embed_tokens.weight", len(TOKENS), HIDDEN)
-    add("output.weight", "lm_head.weight", len(TOKENS), HIDDEN)
+    if tied:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    else:
+        add("output.weight", "lm_head.weight", len(TOKENS), HIDDEN)
     add_vector("output_norm.weight", "model.norm.weight", HIDDEN, around=1.0)
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", np.array(factors, dtype=np.float32))
@@ -150,6 +155,7 @@ def write_gguf_model(
         head_dim=DIM,
         max_position_embeddings=512,
         rms_norm_eps=1e-5,
+        tie_word_embeddings=tied,
         rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
     )
     model = transformers.AutoModelForCausalLM.from_config(config).float()

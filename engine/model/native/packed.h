@@ -17,7 +17,7 @@
 namespace {
 
 constexpr int kTile = 16;       // inputs of a tile
-constexpr int kChunk = 128;     // inputs that are expanded at once for several rows; they stay in the L1 cache
+constexpr int kChunk = 256;     // inputs that are expanded at once for several rows; they stay in the L1 cache
 constexpr int kRowChunk = 96;   // rows of one product; their inputs and one panel fit in the L2 cache
 constexpr int kFewRows = 6;     // rows that use each weight as soon as it is expanded
 constexpr int kBytesAhead = 4096;  // prefetch distance

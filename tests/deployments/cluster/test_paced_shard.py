@@ -10,10 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from gguf_models import write_gguf_model
+from native_library import needs_library
 from tiny_models import write_model
 
 from autoscale.profiling.table_cache import TableCache
 from deployments.cluster.paced_shard import PacedShard, cost_identity
+from engine.checkpoint.store import gguf_folder
 from engine.config import EngineConfig
 from engine.core.pacing import SpeculationPlan
 from engine.ipc.wire import HEADER, DraftStatus, decode_event, frame_len
@@ -28,7 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("paced"), "llama")
 
 
-def shard_of(folder: Path, *, kv_block_size: int = 16, **speculative: object) -> TargetShard:
+def shard_of(
+    folder: Path, *, kv_block_size: int = 16, engine: dict[str, object] | None = None, **speculative: object
+) -> TargetShard:
     config = EngineConfig.parse(
         {
             "model": str(folder),
@@ -39,6 +44,7 @@ def shard_of(folder: Path, *, kv_block_size: int = 16, **speculative: object) ->
             "num_threads": 1,
             "speculative": {"method": "ngram", "ngram_min": 1, "k": 3, "policy": "fixed", **speculative},
         }
+        | (engine or {})
     )
     shard = TargetShard(config, folder, rank=0, node_id="here")
     bring_up_locally([shard])
@@ -114,6 +120,17 @@ def test_a_cost_table_belongs_to_the_settings_that_change_a_step(folder: Path) -
     assert one | {"block_size": "32"} == other
     assert one["kernel"] == "Decoder"
     assert one["draft"] == "None"
+    assert one["packed"] == ""
+
+
+@needs_library
+def test_packed_and_dequantised_weights_have_cost_tables_of_their_own(tmp_path: Path) -> None:
+    file = write_gguf_model(tmp_path / "model.gguf", tmp_path / "plain", "Q4_1")
+    folder = gguf_folder(file, tmp_path / "cache")
+    one, other = (
+        cost_identity(shard_of(folder, engine={"dtype": "bfloat16", "packed": packed})) for packed in ("auto", "off")
+    )
+    assert one == other | {"packed": "packed 4-bit"}
 
 
 def test_what_the_steps_did_is_counted_and_reported_once(folder: Path, tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from deployments.local import yaml_config
-from deployments.local.doctor import examine, native_problem, startup_lines
+from deployments.local.doctor import examine, startup_lines
 from deployments.local.ports import LOOPBACK, free_port
+from deployments.local.weights import native_problem
 from engine.config import EngineConfig
 from paceline.cli import main
 

@@ -10,13 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf_models import DIM, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, write_gguf_model
+from native_library import needs_library
 from tiny_adapters import write_adapter
+from tiny_gguf import TOKENS
 from tiny_models import write_model
 
 from deployments.local import machine, preflight
 from deployments.local.ports import LOOPBACK, check_port, free_port, free_ports
+from deployments.local.weights import model_bytes, weights_line
 from deployments.settings import AppSettings
 from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.store import gguf_folder
 from engine.config import EngineConfig, LoraConfig
 from engine.errors import ConfigError
 from engine.lora.adapter_files import num_adapter_values
@@ -159,11 +164,26 @@ def test_quantised_weights_count_as_they_are_in_memory(tmp_path: Path) -> None:
     preflight.check_memory(plan, folder, None, free_bytes=needed)
     with pytest.raises(ConfigError, match="memory"):
         preflight.check_memory(plan, folder, None, free_bytes=needed - 1)
-    assert preflight.weights_line(plan.engine, folder) == (
+    assert weights_line(plan.engine, folder) == (
         "Weights: awq 4-bit integers, 0 MB in the files, dequantised at load to bfloat16: 0 MB in memory"
     )
     (folder / "config.json").write_text(json.dumps(config))
-    assert preflight.weights_line(plan.engine, folder) is None
+    assert weights_line(plan.engine, folder) is None
+
+
+@needs_library
+def test_gguf_weights_count_as_they_stay(tmp_path: Path) -> None:
+    file = write_gguf_model(tmp_path / "model.gguf", tmp_path / "plain", "Q4_1")
+    folder = gguf_folder(file, tmp_path / "cache")
+    packed = settings(engine={"model": str(file)}).engine
+    dequantised = settings(engine={"model": str(file), "packed": "off"}).engine
+    matrices = 2 * len(TOKENS) * HIDDEN + LAYERS * HIDDEN * (2 * HEADS * DIM + 2 * KV_HEADS * DIM + 3 * INNER)
+    norms = HIDDEN * (2 * LAYERS + 1)
+    assert model_bytes(packed, folder)[0] == matrices * 5 // 8 + 2 * norms  # 4 bits, and 2 float16 per 32
+    assert model_bytes(dequantised, folder)[0] == 2 * (matrices + norms)
+    assert weights_line(packed, folder) == "Weights: GGUF, 1 MB in the files, multiplied as they are: 1 MB in memory"
+    line = "Weights: GGUF, 1 MB in the files, dequantised at load to bfloat16: 2 MB in memory"
+    assert weights_line(dequantised, folder) == line
 
 
 class Disk:

@@ -16,10 +16,12 @@ import torch
 from gguf_models import random_rows, write_gguf_model
 from native_library import needs_library
 from quantised_models import FORMATS, quantise
+from safetensors.torch import load_file, save_file
 from tiny_gguf import TOKENS
 from tiny_models import VOCAB, random_cuts, run_cuts, write_model
 
 from engine.checkpoint.store import gguf_folder
+from engine.checkpoint.weights import SCALE_SUFFIX
 from engine.gguf.codes import SPLITTERS, Codes, split_blocks, stacked
 from engine.model.load import load_model
 from engine.model.native.matrices import Matrices
@@ -27,6 +29,7 @@ from engine.model.native_decoder import NativeDecoder
 from engine.model.runner import ModelRunner
 
 KINDS = {kind.name: kind for kind in SPLITTERS}
+SIZES = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 64, "num_attention_heads": 6}
 pytestmark = needs_library
 
 
@@ -99,7 +102,31 @@ def test_a_gguf_model_has_the_logits_of_the_dequantised_one(tmp_path: Path, kind
     check_folder(gguf_folder(file, tmp_path / "cache"), len(TOKENS))
 
 
-SIZES = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 64, "num_attention_heads": 6}
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_are_read_out_of_the_packed_matrix(tmp_path: Path, tied: bool) -> None:
+    file = write_gguf_model(tmp_path / "model.gguf", tmp_path / "plain", "Q8_0", tied=tied)
+    packed, plain = (
+        load_model(gguf_folder(file, tmp_path / "cache"), kernel="native", packed=packed) for packed in (True, False)
+    )
+    assert torch.equal(packed.embedding, plain.embedding)
+    prompt = list(range(len(TOKENS)))
+    found, expected = (
+        run_cuts(ModelRunner(model, num_blocks=4, block_size=16), [prompt], [[len(prompt)]])[0]
+        for model in (packed, plain)
+    )
+    assert torch.equal(found, expected)
+
+
+def test_an_int8_draft_drafts_the_same_from_its_own_rows(tmp_path: Path) -> None:
+    target = write_model(tmp_path / "target", "llama", **SIZES)
+    tensors = load_file(target / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        weight = tensors[name].float()
+        scale = weight.abs().amax(1) / 127
+        tensors[name] = (weight / scale[:, None]).round().to(torch.int8)
+        tensors[name + SCALE_SUFFIX] = scale
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    check_folder(target, VOCAB)
 
 
 DEQUANTISED = [name for name in FORMATS if any(word in name for word in ("act order", "float8", "FP8"))]

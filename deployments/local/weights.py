@@ -1,0 +1,97 @@
+"""The weights of a model in memory: in which form the engine keeps them, and what memory they take.
+
+Owns the arithmetic and the line that `paceline serve` prints. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.checkpoint.model_config import INDEX_FILE, SINGLE_FILE, ModelConfig
+from engine.config import EngineConfig
+from engine.gguf import GGUF_FILE
+from engine.gguf.file import GGUFFile
+from engine.model.native import NativeUnavailable
+from engine.model.native.library import check_machine
+from engine.model.native.limits import check_native
+
+MIN_KV_TOKENS = 2048
+"""KV cache that has to fit where `kv_cache_tokens` is not given and takes what is free."""
+
+
+def native_problem(engine: EngineConfig, config: ModelConfig | None = None) -> str | None:
+    """Why the native kernel does not compute this engine's forward on the CPU; None where it does.
+
+    Args:
+        engine: the settings.
+        config: of the target; None leaves the model out of account.
+    """
+    if engine.lora is not None:
+        return "it does not compute adapters (engine.lora)"
+    if engine.forward_kernel == "torch":
+        return "the settings choose torch"
+    if engine.dtype == "float32":
+        return "it computes bfloat16 only"
+    if engine.tensor_parallel_size > 1:
+        return "it computes whole models only, and tensor_parallel_size is above 1"
+    try:
+        check_machine()
+        if config is not None:
+            check_native(config)
+    except NativeUnavailable as error:
+        return str(error)
+    return None
+
+
+def weights_line(engine: EngineConfig, folder: Path) -> str | None:
+    """What is done with quantised weights and what memory it takes; None if the weights are floats."""
+    config = ModelConfig.load(folder)
+    link = folder / GGUF_FILE
+    if config.quantization is None and not link.exists():
+        return None
+    label = "GGUF" if config.quantization is None else config.quantization.label
+    files = [link] if config.quantization is None else folder.glob("*.safetensors")
+    stored = f"Weights: {label}, {size_text(sum(file.stat().st_size for file in files))} in the files"
+    loaded = size_text(model_bytes(engine, folder)[0])
+    if not _stays_packed(engine, config):
+        return f"{stored}, dequantised at load to {_dtype(engine)}: {loaded} in memory"
+    if config.quantization is None:
+        return f"{stored}, multiplied as they are: {loaded} in memory"
+    return f"{stored}, kept as they are where the native kernel has their layout, at most {loaded} in memory"
+
+
+def _stays_packed(engine: EngineConfig, config: ModelConfig) -> bool:
+    return engine.packed == "auto" and engine.device != "cuda" and native_problem(engine, config) is None
+
+
+def _dtype(engine: EngineConfig) -> str:
+    return "float32" if engine.dtype == "float32" else "bfloat16"
+
+
+def model_bytes(engine: EngineConfig, folder: Path) -> tuple[int, int]:
+    """Bytes of weights and of the KV cache over all shards."""
+    config = ModelConfig.load(folder)
+    width = 4 if engine.dtype == "float32" else 2
+    tokens = engine.kv_cache_tokens or MIN_KV_TOKENS
+    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * width * tokens
+    if (folder / GGUF_FILE).exists() and _stays_packed(engine, config):
+        with GGUFFile(folder / GGUF_FILE) as file:
+            return file.packed_bytes(), cache
+    return weight_bytes(folder, config) * width // 2, cache
+
+
+def weight_bytes(folder: Path, config: ModelConfig) -> int:
+    """Bytes of a model's weights with 16 bits each, as nearly every model stores them. Quantised ones count as
+    dequantised: for those of Hugging Face it is the upper bound."""
+    if config.quantization is not None or (folder / GGUF_FILE).is_symlink():
+        has_head = not config.tie_word_embeddings
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        return 2 * config.num_weights(heads=heads, kv_heads=kv_heads, part=lambda total: total, has_head=has_head)
+    single = folder / SINGLE_FILE
+    files = [single] if single.is_file() or not (folder / INDEX_FILE).is_file() else folder.glob("*.safetensors")
+    return sum(file.stat().st_size for file in files)
+
+
+def size_text(num_bytes: int) -> str:
+    """For example `0.3 GB` or `98 MB`."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.0f} MB"
