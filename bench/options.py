@@ -156,6 +156,9 @@ def _add_engine(actions: Any) -> None:
         parents=[_common(streams=PEER_STREAMS)],
     )
     engine.add_argument("--draft", default="none", choices=["none", "ngram"])
+    engine.add_argument(
+        "--packed", nargs="+", default=["auto"], choices=["auto", "off"], help="settings to compare, side by side"
+    )
     engine.set_defaults(run=_run("engine_only.run", "engine"))
 
 

@@ -29,17 +29,18 @@ STOP_TIMEOUT_S = 20.0
 
 
 @contextlib.contextmanager
-def bare_engine(draft: str, *, model: str = EMBEDDED) -> Iterator[BareEngine]:
+def bare_engine(draft: str, *, packed: str = "auto", model: str = EMBEDDED) -> Iterator[BareEngine]:
     """An engine in another process, with the environment that it has in a deployment.
 
     Args:
         draft: `none` or `ngram`; a draft model needs a deployment.
+        packed: the setting `packed` of the engine.
         model: model to serve.
 
     Raises:
         EngineUnavailable: the engine does not start.
     """
-    config = EngineConfig.parse({"model": model, "device": "cpu", "speculative": {"method": draft}})
+    config = EngineConfig.parse({"model": model, "device": "cpu", "packed": packed, "speculative": {"method": draft}})
     command = [sys.executable, "-m", "bench.engine_only.bare_shard", config.model_dump_json()]
     env = os.environ | device_env(threads_per_shard(config))
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True)
@@ -51,7 +52,8 @@ def bare_engine(draft: str, *, model: str = EMBEDDED) -> Iterator[BareEngine]:
             raise EngineUnavailable(f"{' '.join(command[:3])} did not start; its output says why")
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(path)
-            yield BareEngine(connection, TextCodec.from_folder(resolve_model(model, progress=False)))
+            codec = TextCodec.from_folder(resolve_model(model, progress=False))
+            yield BareEngine(connection, codec, process.pid)
     finally:
         process.stdin.close()
         try:
@@ -82,9 +84,11 @@ class BareEngine:
     Args:
         connection: to the shard.
         codec: tokenizer of the shard's model.
+        process_id: of the shard.
     """
 
-    def __init__(self, connection: socket.socket, codec: TextCodec) -> None:
+    def __init__(self, connection: socket.socket, codec: TextCodec, process_id: int) -> None:
+        self.process_id = process_id
         self._connection = connection
         self._stream = connection.makefile("rb")
         self._codec = codec

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -15,7 +17,9 @@ from bench.engine_only.handoff import measure_handoff
 from bench.engine_only.memory import read_bandwidth
 from bench.load.client import Run
 from bench.load.workload import choose_workload, pick
+from deployments.local.weights import model_bytes
 from engine.checkpoint.store import EMBEDDED, resolve_model
+from engine.config import EngineConfig
 
 WARM_UP_TOKENS = 16
 
@@ -25,21 +29,29 @@ def engine(options: argparse.Namespace) -> int:
     console = Console()
     workload = choose_workload(options)
     bandwidth = read_bandwidth()
-    weight_bytes = (resolve_model(EMBEDDED) / "model.safetensors").stat().st_size
-    runs: dict[int, list[Run]] = {count: [] for count in options.streams}
-    with bare_engine(options.draft) as bare:
+    folder = resolve_model(EMBEDDED)
+    runs: dict[tuple[str, int], list[Run]] = {(form, count): [] for count in options.streams for form in options.packed}
+    memory: dict[str, int] = {}
+    with contextlib.ExitStack() as stack:
+        engines = {form: stack.enter_context(bare_engine(options.draft, packed=form)) for form in options.packed}
         for turn in range(options.rounds):
-            for count in options.streams:
+            for form, count in runs:
                 prompts = pick(workload, max(count * options.per_stream, options.at_least), seed=1000 * count + turn)
-                bare.load(prompts[:count], streams=count, max_tokens=WARM_UP_TOKENS)
-                runs[count].append(bare.load(prompts, streams=count, max_tokens=options.max_tokens))
+                engines[form].load(prompts[:count], streams=count, max_tokens=WARM_UP_TOKENS)
+                runs[form, count].append(engines[form].load(prompts, streams=count, max_tokens=options.max_tokens))
+        for form, bare in engines.items():
+            memory[form] = psutil.Process(bare.process_id).memory_info().rss
     handoffs = {count: measure_handoff(num_rows=count).p50_us() for count in (1, 32)}
-    rows = [_row(count, done, weight_bytes / bandwidth) for count, done in runs.items()]
+    rows = []
+    for (form, count), done in runs.items():
+        config = EngineConfig.parse({"model": EMBEDDED, "device": "cpu", "packed": form})
+        pass_s = model_bytes(config, folder)[0] / bandwidth
+        rows.append({"packed": form, "resident_mb": memory[form] // 1_000_000} | _row(count, done, pass_s))
     table = Table(title=f"engine without HTTP, draft {options.draft}; memory reads at {bandwidth / 1e9:.1f} GB/s")
     for name in rows[0]:
         table.add_column(name, justify="right")
     for row in rows:
-        table.add_row(*(f"{value:g}" for value in row.values()))
+        table.add_row(*(value if isinstance(value, str) else f"{value:g}" for value in row.values()))
     console.print(table)
     for count, (there_us, back_us) in handoffs.items():
         console.print(f"handoff p50, {count} rows: to the draft {there_us:.1f} us, back {back_us:.1f} us")

@@ -122,6 +122,7 @@ def load_draft(
     config = check_draft(folder, target_folder).for_context(max_model_len)
     compute = Compute(dtype, torch.device(device), kernel)
     native = _supports_native(config, compute, WHOLE)
+    packed = packed and config.architecture != "eagle"  # A head stays in the cache, where bfloat16 is faster.
     rename = tensor_name if config.eagle3 is not None else None
     files = WeightFiles(folder, config.quantization, rename=rename, as_stored=native and packed)
     _refuse_other_drafts(config, files)

@@ -166,8 +166,6 @@ class NativeDecoder:
             return table.data_ptr(), None
         if isinstance(weights.head, QuantisedLinear) and weights.head.weight is table:
             return None, head
-        if self.config.architecture == "eagle":  # Every forward brings its input.
-            return None, None
         return None, self._matrix([QuantisedLinear(table)], WIDE)
 
     def _layer(self, layer: Layer) -> LayerWeights:

@@ -28,7 +28,6 @@ DRAFT_VOCAB = "draft_vocab"
 DRAFT_TO_TARGET = "d2t"
 """Tensor of public heads: the distance from each draft id to its target id."""
 _IGNORED = ("rotary_emb.inv_freq",)
-_INTEGERS = (torch.int64, torch.int32)
 
 
 class Loader:
@@ -253,7 +252,7 @@ class Loader:
         if config.eagle3 is not None and config.draft_vocab_size == config.vocab_size and name not in self._files:
             return None
         ids = self._files.read(name, (config.draft_vocab_size,))
-        if ids.dtype not in _INTEGERS:
+        if ids.dtype not in (torch.int64, torch.int32):
             raise ConfigError(f"model: tensor {name} is of type {ids.dtype}; allowed: int64, int32")
         ids = ids.long() if config.eagle3 is None else ids.long() + torch.arange(ids.numel())
         if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(set(ids.tolist())) != ids.numel():
