@@ -227,6 +227,21 @@ def _acceptance(scope: Scope) -> Row:
                 ),
                 width=12,
             ),
+            Panel(
+                title="Depth of drafts",
+                unit="short",
+                description="Mean number of tokens on the longest path of a draft. In a chain these are all tokens.",
+                queries=(scope.declared("drafted_levels_total", "depth"),),
+                width=12,
+            ),
+            Panel(
+                title="Branches taken",
+                unit="percentunit",
+                description="Share of drafts whose accepted path takes a branch. Chains have none.",
+                queries=(scope.declared("branches_taken_total", "branch taken"),),
+                maximum=1,
+                width=12,
+            ),
         ),
     )
 

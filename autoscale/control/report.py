@@ -128,25 +128,26 @@ def _add_positions(rows: list[tuple[int, ...]]) -> tuple[int, ...]:
 
 def _by_draft_class(outcomes: Sequence[RowOutcome], method: Method) -> dict[DraftClass, Counts]:
     """Counts of all drafts but those that a grammar forced."""
-    lengths: dict[DraftClass, Counter[tuple[int, int]]] = {}
+    lengths: dict[DraftClass, Counter[tuple[Sequence[int], Sequence[int]]]] = {}
     for outcome in outcomes:
-        reached = min(outcome.num_accepted + 1, outcome.num_drafted)
         if outcome.source == "grammar":
             continue
         draft_class = DraftClass("ngram" if outcome.source == "lookup" else method, outcome.workload, outcome.adapter)
         num_drafts = lengths.setdefault(draft_class, Counter())
-        num_drafts[reached, outcome.num_accepted] += 1
+        num_drafts[outcome.reached_nodes, outcome.accepted_nodes] += 1
     return {draft_class: _counts(num_drafts) for draft_class, num_drafts in lengths.items()}
 
 
-def _counts(num_drafts: Counter[tuple[int, int]]) -> Counts:
+def _counts(num_drafts: Counter[tuple[Sequence[int], Sequence[int]]]) -> Counts:
     """Counts by position.
 
     Args:
-        num_drafts: number of drafts by (positions reached, positions accepted).
+        num_drafts: number of drafts by (places reached, places accepted), both ascending.
     """
-    width = max(reached for reached, _ in num_drafts)
+    width = 1 + max(reached[-1] for reached, _ in num_drafts)
     return Counts(
-        tuple(sum(n for (reached, _), n in num_drafts.items() if reached > position) for position in range(width)),
-        tuple(sum(n for (_, accepted), n in num_drafts.items() if accepted > position) for position in range(width)),
+        *(
+            tuple(sum(n for places, n in num_drafts.items() if position in places[which]) for position in range(width))
+            for which in (0, 1)
+        )
     )

@@ -94,6 +94,8 @@ class StepRecorder:
         counters.add("paceline_drafts_total", len(stats.outcomes))
         counters.add("paceline_drafted_tokens_total", stats.num_drafted)
         counters.add("paceline_accepted_tokens_total", stats.num_accepted)
+        counters.add("paceline_drafted_levels_total", sum(outcome.num_levels for outcome in stats.outcomes))
+        counters.add("paceline_branches_taken_total", sum(outcome.left_first_path for outcome in stats.outcomes))
         for k, count in Counter([outcome.num_drafted for outcome in stats.outcomes]).items():
             counters.observe("paceline_k", k, count=count)
         for accepted, count in Counter([outcome.num_accepted for outcome in stats.outcomes]).items():

@@ -235,10 +235,8 @@ class Acceptance:
 
     def _count_tree(self, row: int, draft: RowOutcome) -> None:
         """A node counts as reached where the node before it in the order of the tree was accepted."""
-        nodes = np.array(draft.path, dtype=np.int64)
-        self._accepted[row, nodes] += 1
-        self._reached[row, 0] += 1
-        self._reached[row, nodes[nodes + 1 < draft.num_drafted] + 1] += 1
+        self._accepted[row, np.array(draft.accepted_nodes, dtype=np.int64)] += 1
+        self._reached[row, np.array(draft.reached_nodes, dtype=np.int64)] += 1
 
     def _calibrate(self, row: int, outcome: RowOutcome) -> None:
         self.has_confidences = True

@@ -154,6 +154,27 @@ class RowOutcome(Struct, frozen=True, gc=False):
     """Accepted nodes of a draft with branches; empty for a chain, whose first `num_accepted` tokens are accepted."""
 
     @property
+    def num_levels(self) -> int:
+        """Draft tokens on the longest path."""
+        return 1 + max(depths(self.parents)) if self.parents else self.num_drafted
+
+    @property
+    def left_first_path(self) -> bool:
+        """Whether the accepted path goes through a token that is not the first one tried after its parent."""
+        if not self.parents:
+            return False
+        first_children = {parent: node for node, parent in reversed(list(enumerate(self.parents)))}
+        return any(first_children[self.parents[node]] != node for node in self.path)
+
+    @property
+    def reached_nodes(self) -> Sequence[int]:
+        """Places of the draft that count as reached: the first, and those right after an accepted one. In a chain these
+        are the tokens that the target has judged after accepted ones."""
+        if not self.parents:
+            return range(min(self.num_accepted + 1, self.num_drafted))
+        return (0, *(node + 1 for node in self.path if node + 1 < self.num_drafted))
+
+    @property
     def accepted_nodes(self) -> Sequence[int]:
         """Indices of the accepted tokens, ascending."""
         return self.path if self.parents else range(self.num_accepted)

@@ -36,6 +36,15 @@ def max_levels(k: int, width: int) -> int:
     return k if width == 1 else min(k, MAX_DEPTH)
 
 
+def num_children(k: int, width: int, level: int) -> int:
+    """Children that the chain of a tree of fixed shape gets at a level: two thirds of the nodes are the chain."""
+    levels = min(max_levels(k, width), -(-2 * k // 3))
+    if level >= levels:
+        return 0
+    more, rest = divmod(k - levels, levels)
+    return min(width, 1 + more + (level < rest))
+
+
 def max_computed(k: int, width: int) -> int:
     """KV slots that a draft of k nodes may need; the nodes of the last level need none."""
     return min(MAX_NODES, width * max(0, max_levels(k, width) - 1))
@@ -97,11 +106,11 @@ class TreeSearch:
         """
         self._num_before = len(self._nodes)
         threshold = self.row.request_row.exit_threshold
-        left = self.row.k - len(self._nodes)
+        most = self.width if self._is_dynamic else num_children(self.row.k, self.width, self._level)
         for parent, candidates, certain in zip(self.frontier, tokens, confidences, strict=True):
             above = self._nodes[parent].score if parent >= 0 else 1.0
             for rank, (token, confidence) in enumerate(zip(candidates, certain, strict=False)):
-                if not confidence > 0 or (not self._is_dynamic and rank >= left):
+                if rank >= most or not confidence > 0:
                     break
                 if rank > 0 and self._is_dynamic and above * confidence < threshold:
                     break
@@ -128,7 +137,8 @@ class TreeSearch:
             open_nodes = [node for node in open_nodes if self._nodes[node].score > least]
             open_nodes.sort(key=lambda node: -self._nodes[node].score)
         else:
-            open_nodes = [node for node in open_nodes if self._nodes[node].rank == 0 and len(self._nodes) < row.k]
+            goes_on = num_children(row.k, self.width, self._level) > 0
+            open_nodes = [node for node in open_nodes if self._nodes[node].rank == 0 and goes_on]
         room = min(self.width, MAX_NODES - len(self._computed))
         return [node for node in open_nodes if self.follow(node)][:room]
 

@@ -77,6 +77,19 @@ DRAFTS = (
         unit="tokens",
     ),
     counter(
+        "paceline_drafted_levels_total",
+        "speculation",
+        "Draft tokens on the longest path of each draft; over drafts it is the depth of a draft.",
+        over("paceline_drafted_levels_total", "paceline_drafts_total"),
+        unit="tokens",
+    ),
+    counter(
+        "paceline_branches_taken_total",
+        "speculation",
+        "Drafts whose accepted path has a token that is not the first one tried at its position.",
+        over("paceline_branches_taken_total", "paceline_drafts_total"),
+    ),
+    counter(
         "paceline_reached_positions_total",
         "speculation",
         "Draft tokens reached by verification, by position from 0: those after a rejection are not counted.",

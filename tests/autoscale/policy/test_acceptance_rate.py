@@ -182,3 +182,33 @@ def test_before_any_observation_the_mean_over_workloads_is_the_prior() -> None:
     greedy = acceptance.by_position()[0]
     expected = (1.001 * greedy + (num - 1) * 0.001 * 0.5) / (1.001 + (num - 1) * 0.001)
     assert acceptance.mean_rates()[0] == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_product_of_a_tree_s_rates_is_how_often_each_node_is_accepted() -> None:
+    """Node 1 is a sibling of node 0, and node 2 a child of node 0: their acceptance is not that of a chain."""
+    acceptance = Acceptance(3, prior=(0.5,))
+    paths = [(0, 2), (0, 2), (0,), (0,), (0,), (1,), (1,), (1,), (), ()]
+    for _ in range(300):
+        acceptance.observe([RowOutcome(1, 3, len(path), 10, parents=(-1, -1, 0), path=path) for path in paths])
+    cumulative = np.cumprod(acceptance.by_position())
+    assert cumulative[0] == pytest.approx(0.5, abs=0.02)
+    known = acceptance.cumulative_acceptance([1])[0]
+    assert known == pytest.approx(cumulative, rel=0.05), "the request is an average one"
+
+
+def test_a_chain_is_counted_alike_with_and_without_its_parents() -> None:
+    plain, written = Acceptance(4, prior=(0.6,)), Acceptance(4, prior=(0.6,))
+    for accepted in (0, 1, 4, 2, 3, 1):
+        plain.observe([RowOutcome(1, 4, accepted, 10, confidences=(0.9, 0.8, 0.7, 0.6))])
+        written.observe(
+            [
+                RowOutcome(
+                    *(1, 4, accepted, 10),
+                    confidences=(0.9, 0.8, 0.7, 0.6),
+                    parents=(-1, 0, 1, 2),
+                    path=tuple(range(accepted)),
+                )
+            ]
+        )
+    assert written.by_position() == pytest.approx(plain.by_position())
+    assert written.confidence_at(0.5, 0) == pytest.approx(plain.confidence_at(0.5, 0))

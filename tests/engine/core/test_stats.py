@@ -78,3 +78,32 @@ def test_a_workload_is_named_by_temperature_and_grammar() -> None:
 
 def test_an_outcome_is_of_a_greedy_request_and_its_method_unless_it_says_otherwise() -> None:
     assert RowOutcome(1, 2, 1, 10) == RowOutcome(1, 2, 1, 10, "greedy", 0, (), "method", 0)
+
+
+def test_a_tree_is_counted_by_depth_and_its_nodes_by_path() -> None:
+    """Nodes 0 and 1 under the root position, 2 and 3 under 0, 4 under 3. The path 0, 3 is accepted, 4 rejected."""
+    tree = request(1, 12)
+    row = DraftRow((5, 6, 7, 8, 9), None, (0.9, 0.1, 0.5, 0.3, 0.2), parents=(-1, -1, 0, 0, 3))
+    verdict = Verdict((RowVerdict((5, 8, 1), 2, "recovered", path=(0, 3)),))
+    batch = Batch(1, (Span(tree, 9, 1, 5, True, "plan"),), 0)
+    stats = step_stats(batch, Draft((row,)), verdict, [], schedule_s=0, step_s=0)
+    assert (stats.num_drafted, stats.num_accepted, stats.depth) == (5, 2, 3)
+    assert (stats.drafted_by_position, stats.accepted_by_position) == ((1, 1, 1), (1, 1, 0))
+    (outcome,) = stats.outcomes
+    assert (outcome.num_levels, outcome.left_first_path) == (3, True)
+    assert (list(outcome.reached_nodes), list(outcome.accepted_nodes)) == ([0, 1, 4], [0, 3])
+
+
+def test_a_path_without_children_reaches_no_further_depth() -> None:
+    row = DraftRow((5, 6, 7), parents=(-1, -1, 0))
+    verdict = Verdict((RowVerdict((6, 1), 1, "bonus", path=(1,)),))
+    batch = Batch(1, (Span(request(1, 12), 9, 1, 3, True, "plan"),), 0)
+    stats = step_stats(batch, Draft((row,)), verdict, [], schedule_s=0, step_s=0)
+    assert (stats.drafted_by_position, stats.accepted_by_position) == ((1, 0), (1, 0))
+
+
+def test_a_chain_reaches_what_follows_its_accepted_tokens() -> None:
+    for drafted, accepted, reached in ((3, 0, 1), (3, 2, 3), (3, 3, 3)):
+        outcome = RowOutcome(1, drafted, accepted, 10)
+        assert (outcome.reached_nodes, outcome.accepted_nodes) == (range(reached), range(accepted))
+        assert (outcome.num_levels, outcome.left_first_path) == (drafted, False)

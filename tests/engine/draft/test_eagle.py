@@ -267,3 +267,19 @@ def test_the_log_finds_every_feature_that_is_still_there_and_no_other(seed: int,
                     assert row_index == -1
                 else:
                     assert ring[row_index].tolist() == [request.key, token - 1]
+
+
+def test_the_log_follows_the_accepted_path_of_a_tree() -> None:
+    """Two committed rows, then nodes 0 to 4; the path is 0, 2, 4. Each accepted position has its node's features."""
+    ring = torch.zeros(20, 1)
+    log = FeatureLog(ring)
+    request = Request(
+        submit=Submit(request_id="r", prompt=(0,), sampling=SamplingParams()), key=1, stream_key=0, tokens=[0] * 5
+    )
+    span = Span(request, 3, 2, 5, True, "plan")
+    request.tokens += [0] * 4  # three accepted nodes and the target's own token
+    features = Features(torch.arange(7.0).unsqueeze(1), np.array([7], np.int32))
+    log.add(features, [span], [RowVerdict((0, 0, 0, 0), 3, "recovered", path=(0, 2, 4))])
+    rows = log.rows(1, 4, 5)  # Token p reads the features of position p - 1.
+    assert [ring[row].item() for row in rows] == [0.0, 1.0, 2.0, 4.0, 6.0]
+    assert log.rows(1, 9, 1) == (-1,), "the last token has not been computed"
