@@ -68,10 +68,10 @@ class SpeculativeConfig(Settings):
     threshold_max_batch: Annotated[int, Field(ge=1)] = 16
     """Policy `threshold`: no drafting at this many decoding requests or more."""
     tree: Literal["off", "auto"] = "off"
-    """Whether drafts may branch: `off` (every draft is a chain) or `auto` (on cpu with `draft_model` or `eagle`, K is
-    the number of nodes of a tree; on cuda every draft is a chain)."""
+    """Whether drafts may branch: `off` (every draft is a chain) or `auto` (on cpu, K is the number of nodes of a tree,
+    of the draft and of prompt lookup; on cuda every draft is a chain)."""
     tree_width: Annotated[int, Field(ge=1, le=MAX_WIDTH)] = 3
-    """With `tree`: most children of a node, and most nodes of a level that get children."""
+    """With `tree`: most children of a node, and most nodes of a level that get children; 1 is the same as `off`."""
     lookup: bool = True
     """With `draft_model` or `eagle`: draft by prompt lookup if the last tokens have occurred before in the request,
     and by the model otherwise."""

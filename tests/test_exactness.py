@@ -77,7 +77,7 @@ def drafter_of(method: str, *, width: int = 1) -> Drafter:
     if method == "none":
         return NoDrafter()
     if method == "ngram":
-        return NgramDrafter(min_size=1, max_size=2)
+        return NgramDrafter(min_size=1, max_size=2, branches=width > 1)
     if method == "draft_model":
         return toy_drafter(ToyModel(vocab_size=VOCAB, seed=9, blend=0.5), width=width)
     return toy_drafter(ToyModel(vocab_size=VOCAB, columns=3, seed=9), vocab=torch.tensor([4, 0, 2]), width=width)
@@ -88,7 +88,7 @@ def drafter_of(method: str, *, width: int = 1) -> Drafter:
     "method",
     [
         *("none", "ngram", "draft_model", "draft_model_reduced", "eagle", "eagle+lookup"),
-        *("draft_model+tree", "draft_model_reduced+tree", "eagle+tree"),
+        *("ngram+tree", "draft_model+tree", "draft_model_reduced+tree", "eagle+tree"),
     ],
 )
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.8)])
@@ -116,7 +116,7 @@ def test_the_chi_square_sees_a_wrong_distribution() -> None:
 def test_equal_seeds_give_equal_tokens_for_every_method_and_k() -> None:
     sampling = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=50, seed=123)
     seen = set()
-    trees = ("draft_model+tree", "draft_model_reduced+tree", "eagle+tree")
+    trees = ("ngram+tree", "draft_model+tree", "draft_model_reduced+tree", "eagle+tree")
     for method in ("none", "ngram", "draft_model", "draft_model_reduced", "eagle", *trees):
         for k in (0, 1, 4, 9):
             engine = ToyEngine(*target_and_drafter(method), FixedPacer(k))

@@ -205,8 +205,7 @@ def _process_children(
 
     Args:
         logits_processor: after the path to `row`, where it is again at the end.
-        children: of each row.
-        row: counted from the first row of the span.
+        row: counted from the first row of the span, as those of `children`.
     """
     num_tokens = logits_processor.num_tokens
     for node in children[row]:

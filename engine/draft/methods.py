@@ -14,21 +14,24 @@ from engine.draft.shared_text import SharedText
 __all__ = ["make_drafter"]
 
 
-def make_drafter(config: SpeculativeConfig, remote: RemoteDrafter | None, *, vocab_size: int) -> Drafter:
+def make_drafter(
+    config: SpeculativeConfig, remote: RemoteDrafter | None, *, vocab_size: int, branches: bool = False
+) -> Drafter:
     """The drafter of one engine: grammar-forced tokens first, then the configured method.
 
     Args:
         config: names the method.
         remote: drafts with the model in another process; None where the method has no model.
         vocab_size: vocabulary size of the target.
+        branches: whether drafts may branch.
     """
-    drafter = _method(config, remote)
+    drafter = _method(config, remote, branches=branches)
     if config.wrong_drafts:
         drafter = WrongDrafter(drafter, vocab_size)
     return FirstOf(GrammarDrafter(), drafter, source="grammar")
 
 
-def _method(config: SpeculativeConfig, remote: RemoteDrafter | None) -> Drafter:
+def _method(config: SpeculativeConfig, remote: RemoteDrafter | None, *, branches: bool) -> Drafter:
     if config.method == "none":
         return NoDrafter()
     lookup = NgramDrafter(
@@ -36,6 +39,7 @@ def _method(config: SpeculativeConfig, remote: RemoteDrafter | None) -> Drafter:
         max_size=config.ngram_max,
         shared=SharedText(config.shared_lookup_mib << 20) if config.shared_lookup != "off" else None,
         per_client=config.shared_lookup == "client",
+        branches=branches,
     )
     if remote is None:
         return lookup

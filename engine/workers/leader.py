@@ -68,7 +68,7 @@ class Leader:
         remote = self._remote_drafter() if config.speculative.method in DRAFT_METHODS else None
         self.engine = Engine(
             scheduler=scheduler,
-            drafter=make_drafter(config.speculative, remote, vocab_size=vocab_size),
+            drafter=make_drafter(config.speculative, remote, vocab_size=vocab_size, branches=config.tree_width > 1),
             verifier=Verifier(shard.forward, block_size=config.kv_block_size, clock=shard.step_clock()),
             committer=Committer(self.pool, scheduler, max_model_len=shard.max_model_len),
             publish=lambda deltas: self._send(StepDeltas(deltas)),

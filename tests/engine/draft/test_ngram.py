@@ -66,3 +66,28 @@ def test_no_draft_without_k_and_nothing_after_forget() -> None:
     drafter.forget([1, 7])
     # Another request with the same key must not see the old index.
     assert draft(drafter, request_of([1]), k=1) == ((), 0, "no_match")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected", "parents"),
+    [
+        ([1, 2, 3, 5, 1, 2, 4, 6, 7, 1, 2], (4, 6, 7, 1, 3), (-1, 0, 1, 2, -1)),
+        ([1, 2, 3, 5, 1, 2, 3, 6, 7, 1, 2], (3, 6, 7, 1, 2), ()),  # both continue alike
+        ([1, 2, 3, 1, 2, 4, 1, 2, 3, 8, 9, 1, 2], (3, 8, 9, 1, 4), (-1, 0, 1, 2, -1)),  # alike, then otherwise
+        ([1, 2, 3, 5, 8, 1, 2, 4, 6, 7, 9, 1, 2], (4, 6, 7, 9, 3, 5), (-1, 0, 1, 2, -1, 4)),
+        ([1, 2, 3, 1, 2], (3, 1, 2), ()),
+    ],
+)
+def test_a_third_of_the_tokens_follow_an_occurrence_that_went_on_otherwise(
+    tokens: list[int], expected: tuple[int, ...], parents: tuple[int, ...]
+) -> None:
+    drafter = NgramDrafter(min_size=2, max_size=2, branches=True)
+    request = request_of(tokens)
+    (row,) = drafter.draft(Batch(1, (Span(request, len(tokens) - 1, 1, 6, samples=True, reason="plan"),), 0)).rows
+    assert (row.token_ids, row.parents) == (expected, parents)
+
+
+def test_two_tokens_are_too_few_for_a_branch() -> None:
+    drafter, tokens = NgramDrafter(min_size=2, max_size=2, branches=True), [1, 2, 3, 5, 1, 2, 4, 6, 1, 2]
+    (row,) = drafter.draft(Batch(1, (Span(request_of(tokens), 9, 1, 2, samples=True, reason="plan"),), 0)).rows
+    assert (row.token_ids, row.parents) == ((4, 6), ())
