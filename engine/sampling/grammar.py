@@ -21,6 +21,7 @@ import xgrammar
 from engine.errors import InvalidRequest
 from engine.messages import CheckedGrammar, GrammarSpec
 from engine.sampling.json_schema import schema_problems
+from engine.sampling.repeats import repeat_problem
 
 MAX_GRAMMAR_CHARS = 1 << 17
 Done = Callable[[InvalidRequest | None], None]
@@ -67,6 +68,10 @@ def _parse(spec: GrammarSpec) -> xgrammar.Grammar:
     """Parse a grammar. Raises ValueError or RuntimeError if it is not valid."""
     if len(spec.text) > MAX_GRAMMAR_CHARS:
         raise ValueError(f"{len(spec.text)} characters given, at most {MAX_GRAMMAR_CHARS} are allowed")
+    if spec.kind in ("regex", "ebnf"):
+        problem = repeat_problem(spec.text, has_quotes=spec.kind == "ebnf")
+        if problem is not None:
+            raise ValueError(problem)
     if spec.kind == "regex":
         return xgrammar.Grammar.from_regex(spec.text)
     if spec.kind == "ebnf":

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any, TypeGuard
 
+from engine.sampling.repeats import repeat_problem
+
 NUM_DECIMALS = 6
 """Most decimals of a number that has bounds."""
 MAX_MULTIPLE = 1024
@@ -99,7 +101,7 @@ def pattern_problem(pattern: str) -> str | None:
     for found in _CLASS.finditer(pattern):
         if _is_empty_in_json(found[0][1:-1]):
             return f"{found[0]!r} has no character that a JSON string can hold as it is"
-    return None
+    return repeat_problem(pattern, has_quotes=False)
 
 
 def _is_empty_in_json(members: str) -> bool:
