@@ -79,9 +79,10 @@ def _check_trace_file(settings: AppSettings, host: str, port: int) -> None:
         return
     path = Path(settings.trace_file).expanduser()
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()
     except OSError as error:
-        raise ConfigError(f"trace_file: {path}: {error.strerror}; make its folder, or choose another file") from None
+        raise ConfigError(f"trace_file: {path}: {error.strerror}; choose another file") from None
 
 
 def _check_cache(settings: AppSettings, host: str, port: int) -> None:

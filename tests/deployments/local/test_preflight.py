@@ -84,10 +84,10 @@ def test_a_missing_key_file_is_named(cache: Path, tmp_path: Path) -> None:
 
 
 def test_a_trace_file_that_cannot_be_written_is_named(cache: Path, tmp_path: Path) -> None:
-    preflight.check_machine(settings(trace_file=str(tmp_path / "trace")), LOOPBACK, free_port())
-    missing = tmp_path / "missing" / "trace"
-    with pytest.raises(ConfigError, match=rf"trace_file: {missing}: No such file or directory; make its folder"):
-        preflight.check_machine(settings(trace_file=str(missing)), LOOPBACK, free_port())
+    preflight.check_machine(settings(trace_file=str(tmp_path / "made" / "trace")), LOOPBACK, free_port())
+    wrong = tmp_path / "made" / "trace" / "trace"
+    with pytest.raises(ConfigError, match=rf"trace_file: {wrong}: .*; choose another file"):
+        preflight.check_machine(settings(trace_file=str(wrong)), LOOPBACK, free_port())
 
 
 def test_a_cache_that_cannot_be_made_is_named(cache: Path) -> None:
