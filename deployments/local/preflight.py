@@ -167,8 +167,8 @@ def check_memory(settings: AppSettings, folder: Path, draft_folder: Path | None,
     """
     weights, cache = model_bytes(settings.engine, folder)
     draft = weight_bytes(draft_folder, ModelConfig.load(draft_folder)) if draft_folder is not None else 0
-    lora, width = settings.engine.lora, 4 if settings.engine.dtype == "float32" else 2
-    adapters = num_adapter_values(lora, ModelConfig.load(folder)) * width if lora is not None else 0
+    lora = settings.engine.lora
+    adapters = 4 * num_adapter_values(lora, ModelConfig.load(folder)) if lora is not None else 0  # float32 on a CPU
     if settings.engine.device == "cuda":
         weights = cache = draft = adapters = 0
     processes = PROCESS_BYTES + settings.engine.tensor_parallel_size * SHARD_BYTES

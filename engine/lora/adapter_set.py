@@ -45,7 +45,7 @@ class AdapterSet:
     """
 
     def __init__(self, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype = dtype
+        self._dtype = torch.float32 if device.type == "cpu" else dtype  # of the adapters' matrices
         self._device = device
         self._active = ActiveRows()
         self._layers: list[tuple[AdaptedLinear, tuple[_Piece, ...]]] = []

@@ -51,7 +51,11 @@ class OutputPart:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """One shard's part of an adapter in one layer. A layer of fused projections has several parts."""
+    """One shard's part of an adapter in one layer. A layer of fused projections has several parts.
+
+    The matrices may have another dtype than the layer: float32 on a CPU, where small products in bfloat16 take five
+    times as long.
+    """
 
     a: torch.Tensor
     """[sum of ranks, in]."""
@@ -61,17 +65,17 @@ class LowRank:
         """Add the adapter's product to some rows of y, in place.
 
         Args:
-            y: [N, out].
-            x: [N, in].
+            y: [N, out] in the dtype of the layer.
+            x: [N, in] in the dtype of the layer.
             rows: [n] row indices; None: all rows.
         """
         chosen = x if rows is None else x.index_select(0, rows)
         count = chosen.shape[0]
         if count < MIN_ROWS:
             chosen = F.pad(chosen, (0, 0, 0, MIN_ROWS - count))
-        inner = F.linear(chosen, self.a)  # [n, sum of ranks]
+        inner = F.linear(chosen.to(self.a.dtype), self.a)  # [n, sum of ranks]
         for part in self.parts:
-            delta = F.linear(inner[:, part.ranks], part.b)[:count]
+            delta = F.linear(inner[:, part.ranks], part.b)[:count].to(y.dtype)
             out = y[:, part.columns]
             if rows is None:
                 out.add_(delta)
