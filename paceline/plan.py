@@ -124,6 +124,7 @@ def _of_this_cpu(options: argparse.Namespace, traffic: Traffic) -> Plan:
     import psutil
 
     from autoscale.simulation.planning import plan_cpu
+    from deployments.local.weights import model_bytes
     from engine.checkpoint.model_config import ModelConfig
     from engine.checkpoint.store import EMBEDDED, cache_folder, embedded_folder
     from engine.errors import ConfigError
@@ -147,7 +148,10 @@ def _of_this_cpu(options: argparse.Namespace, traffic: Traffic) -> Plan:
     target = ModelConfig.load(folder)
     budget = min(int(psutil.virtual_memory().available * CPU_MEMORY_FRACTION), CPU_MEMORY_LIMIT)
     draft = target if options.draft != NO_DRAFT else None  # The table has the draft's costs; its shape is not needed.
-    return plan_cpu(_settings(options, draft), target, table, traffic, kv_budget=budget, num_cores=os.cpu_count() or 1)
+    settings = _settings(options, draft)
+    weights, _ = model_bytes(settings, folder)
+    cores = os.cpu_count() or 1
+    return plan_cpu(settings, target, table, traffic, weights=weights, kv_budget=budget, num_cores=cores)
 
 
 def _measured(folder: Path, draft: str | None) -> CostTable | None:

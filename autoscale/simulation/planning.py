@@ -158,6 +158,7 @@ def plan_cpu(
     table: CostTable,
     traffic: Traffic,
     *,
+    weights: int,
     kv_budget: int,
     num_cores: int,
 ) -> Plan:
@@ -168,10 +169,10 @@ def plan_cpu(
         target: shape.
         table: measured when the model was served here, with its draft if it has one.
         traffic: the load.
+        weights: bytes of the target's weights in memory.
         kv_budget: bytes that the KV cache may take.
         num_cores: cores that the engine shares with HTTP, Serve and Ray.
     """
-    weights = weight_bytes(target, WHOLE, _DTYPE)
     per_token = kv_bytes_per_token(target)
     parts = [
         Part("weights", weights),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.checkpoint.model_config import INDEX_FILE, SINGLE_FILE, ModelConfig
+from engine.checkpoint.model_config import SINGLE_FILE, ModelConfig
 from engine.config import EngineConfig
 from engine.gguf import GGUF_FILE
 from engine.gguf.file import GGUFFile
@@ -56,8 +56,11 @@ def weights_line(engine: EngineConfig, folder: Path) -> str | None:
     if not _stays_packed(engine, config):
         return f"{stored}, dequantised at load to {_dtype(engine)}: {loaded} in memory"
     if config.quantization is None:
-        return f"{stored}, multiplied as they are: {loaded} in memory"
-    return f"{stored}, kept as they are where the native kernel has their layout, at most {loaded} in memory"
+        with GGUFFile(link) as file:
+            types = ", ".join(file.quantised_types())
+        form = f"packed on the native kernel ({types})" if types else "16 bits each"
+        return f"{stored}, {form}: {loaded} in memory"
+    return f"{stored}, packed where the native kernel has their layout, at most {loaded} in memory"
 
 
 def _stays_packed(engine: EngineConfig, config: ModelConfig) -> bool:
@@ -81,15 +84,15 @@ def model_bytes(engine: EngineConfig, folder: Path) -> tuple[int, int]:
 
 
 def weight_bytes(folder: Path, config: ModelConfig) -> int:
-    """Bytes of a model's weights with 16 bits each, as nearly every model stores them. Quantised ones count as
-    dequantised: for those of Hugging Face it is the upper bound."""
-    if config.quantization is not None or (folder / GGUF_FILE).is_symlink():
+    """Bytes of a model's weights with 16 bits each, as nearly every model stores them, or by its shape where there are
+    no files. Quantised ones count as dequantised: for those of Hugging Face it is the upper bound."""
+    files = list(folder.glob("*.safetensors"))
+    if config.quantization is not None or (folder / GGUF_FILE).is_symlink() or not files:
         has_head = not config.tie_word_embeddings
         heads, kv_heads = config.num_heads, config.num_kv_heads
         return 2 * config.num_weights(heads=heads, kv_heads=kv_heads, part=lambda total: total, has_head=has_head)
     single = folder / SINGLE_FILE
-    files = [single] if single.is_file() or not (folder / INDEX_FILE).is_file() else folder.glob("*.safetensors")
-    return sum(file.stat().st_size for file in files)
+    return sum(file.stat().st_size for file in ([single] if single.is_file() else files))
 
 
 def size_text(num_bytes: int) -> str:

@@ -172,7 +172,8 @@ def of_cpu(table: CostTable, method: str, acceptance: float = 0.8) -> Plan:
     draft = {} if method == "none" else {"draft": "d"}
     engine = EngineConfig.parse({"model": "m", "device": "cpu", "speculative": {"method": method, "k": 4, **draft}})
     traffic = Traffic(streams=(1, 4), context_len=100, acceptance=acceptance)
-    return plan_cpu(engine, smollm2(), table, traffic, kv_budget=GIB, num_cores=2)
+    weights = weight_bytes(smollm2(), WHOLE, torch.bfloat16)
+    return plan_cpu(engine, smollm2(), table, traffic, weights=weights, kv_budget=GIB, num_cores=2)
 
 
 def smollm2() -> ModelConfig:

@@ -181,7 +181,8 @@ def test_gguf_weights_count_as_they_stay(tmp_path: Path) -> None:
     norms = HIDDEN * (2 * LAYERS + 1)
     assert model_bytes(packed, folder)[0] == matrices * 5 // 8 + 2 * norms  # 4 bits, and 2 float16 per 32
     assert model_bytes(dequantised, folder)[0] == 2 * (matrices + norms)
-    assert weights_line(packed, folder) == "Weights: GGUF, 1 MB in the files, multiplied as they are: 1 MB in memory"
+    line = "Weights: GGUF, 1 MB in the files, packed on the native kernel (Q4_1): 1 MB in memory"
+    assert weights_line(packed, folder) == line
     line = "Weights: GGUF, 1 MB in the files, dequantised at load to bfloat16: 2 MB in memory"
     assert weights_line(dequantised, folder) == line
 
