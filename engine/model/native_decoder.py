@@ -18,12 +18,11 @@ import numpy.typing as npt
 import torch
 
 from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.quantised import Quantised
 from engine.checkpoint.weights import WHOLE
 from engine.core.step import ForwardInput, ForwardResult
 from engine.gguf.codes import stacked
 from engine.model.decoder import DecoderWeights, Layer, LayerCache, dense_mlp
-from engine.model.layers import Linear, PlainLinear, QuantisedLinear
+from engine.model.layers import Linear, PlainLinear, QuantisedLinear, make_linear
 from engine.model.native import LayerWeights, NativeForward, Shape, load_library
 from engine.model.native.limits import check_native
 from engine.model.native.matrices import Matrices, PackedWeights
@@ -66,7 +65,9 @@ class NativeDecoder:
         self.logit_width = config.draft_vocab_size or config.vocab_size
         self._library = load_library()
         self._matrices = Matrices()
-        self._embedding = weights.embedding
+        head = self._matrix([weights.head], WIDE)
+        table = weights.embedding
+        self._embedding = table if isinstance(table, torch.Tensor) else self._embedding_rows(weights, head)
         self._vectors: list[Any] = []
         self._inverse_freq = inverse_frequencies(config)
         self._rope_factor = attention_factor(config)
@@ -87,7 +88,8 @@ class NativeDecoder:
         self._model = self._library.model_new(
             ctypes.byref(shape),
             layers,
-            *self._embeddings(weights, head := self._matrix([weights.head], WIDE)),
+            self._embedding.data_ptr() if isinstance(self._embedding, torch.Tensor) else None,
+            None if isinstance(self._embedding, torch.Tensor) else self._embedding,
             self._floats(weights.final_norm.weight),
             head,
         )
@@ -101,7 +103,7 @@ class NativeDecoder:
     @property
     def embedding(self) -> torch.Tensor:
         """[vocab_size, hidden_size] bfloat16 token embeddings. Each call dequantises them where they are quantised."""
-        return self._embedding.dequantised() if isinstance(self._embedding, Quantised) else self._embedding
+        return self._embedding if isinstance(self._embedding, torch.Tensor) else self._matrices.read(self._embedding)
 
     def forward(
         self, forward_input: ForwardInput, caches: list[LayerCache], embedded: torch.Tensor | None = None
@@ -159,14 +161,12 @@ class NativeDecoder:
             self._addresses = (caches, keys, kind(*(cache.values.data_ptr() for cache in caches)))
         return self._addresses[1:]
 
-    def _embeddings(self, weights: DecoderWeights, head: int) -> tuple[int | None, int | None]:
-        """Address of the token embeddings, and of the matrix with a token per column where they are quantised."""
+    def _embedding_rows(self, weights: DecoderWeights, head: int) -> int:
+        """Address of the matrix with a token per column of a quantised embedding: the head if they are tied."""
         table = weights.embedding
-        if isinstance(table, torch.Tensor):
-            return table.data_ptr(), None
         if isinstance(weights.head, QuantisedLinear) and weights.head.weight is table:
-            return None, head
-        return None, self._matrix([QuantisedLinear(table)], WIDE)
+            return head
+        return self._matrix([make_linear(table)], WIDE)
 
     def _layer(self, layer: Layer) -> LayerWeights:
         mlp = dense_mlp(layer)

@@ -534,6 +534,11 @@ void matrix_multiply(const Matrix* matrix, const bf16* x, int rows, float* to) {
       });
 }
 
+// to[columns][depth] = the weight of the matrix.
+void matrix_read(const Matrix* matrix, float* to) {
+  for (int column = 0; column < matrix->columns; ++column) read_column(*matrix, column, to + static_cast<long>(column) * matrix->depth);
+}
+
 size_t matrix_bytes(const Matrix* matrix) { return matrix->bytes; }
 
 // embedding or embedding_rows is null.

@@ -102,6 +102,8 @@ def load_library() -> ctypes.CDLL:
     library.matrix_bytes.restype = ctypes.c_size_t
     library.matrix_multiply.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
     library.matrix_multiply.restype = None
+    library.matrix_read.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    library.matrix_read.restype = None
     library.matrix_free.argtypes = [ctypes.c_void_p]
     library.matrix_free.restype = None
     library.model_new.argtypes = [

@@ -104,6 +104,12 @@ class Matrices:
         self._library.matrix_multiply(matrix, x.data_ptr(), len(x), product.data_ptr())
         return product
 
+    def read(self, matrix: int) -> torch.Tensor:
+        """The weight of a matrix, [out, in] bfloat16."""
+        weight = torch.empty(self._shapes[matrix])
+        self._library.matrix_read(matrix, weight.data_ptr())
+        return weight.bfloat16()
+
     def _kept(self, matrix: int | None, shape: tuple[int, int]) -> int:
         if matrix is None:
             raise MemoryError(f"no memory for a packed weight of {shape[0]} x {shape[1]}")
