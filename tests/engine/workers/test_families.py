@@ -77,3 +77,26 @@ def test_a_quantised_target_with_a_quantised_draft(tmp_path: Path) -> None:
     ) as engine:
         assert engine.generate(submits()) == expected(dequantised)
         assert sum(stats.num_accepted for stats in engine.stats) > 50
+
+
+@pytest.mark.parametrize(("family", "shards"), [("gemma3_text", 1), ("llama", 2)])
+def test_trees_give_the_same_greedy_output(tmp_path: Path, family: str, shards: int) -> None:
+    """The llama's draft is its own quantised copy: near it, so that paths through branches are accepted and moved."""
+    folder = write_model(tmp_path / "target", family)
+    wanted = expected(folder)
+    draft = write_model(tmp_path / "draft", "llama", seed=1)
+    if family == "llama":
+        draft, _ = quantise(folder, tmp_path, FORMATS["AWQ, 4-bit"])
+    with LocalEngine(
+        folder,
+        draft_folder=draft,
+        speculative={"k": 12, "tree": "auto", "tree_width": 4},
+        pacer=RandomPacer(1, max_k=12),
+        max_num_requests=3,
+        tensor_parallel_size=shards,
+    ) as engine:
+        assert engine.generate(submits()) == wanted
+        outcomes = [outcome for stats in engine.stats for outcome in stats.outcomes]
+    assert any(outcome.parents for outcome in outcomes)
+    if family == "llama":
+        assert any(outcome.left_first_path for outcome in outcomes)
