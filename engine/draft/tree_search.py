@@ -84,6 +84,8 @@ class TreeSearch:
         self._num_before = 0  # nodes before those of the level
         processor = row.sequence.logits_processor
         self._num_processed = processor.num_tokens if processor is not None else 0
+        self._followed = -1  # node that the logits processor is at
+        self._follows = processor is None or not processor.has_ended  # whether a token may come after it
 
     @property
     def _is_dynamic(self) -> bool:
@@ -94,8 +96,14 @@ class TreeSearch:
         processor = self.row.sequence.logits_processor
         if processor is None:
             return True
-        processor.rewind(self._num_processed)
-        return all(processor.push(self._nodes[each].token) for each in self._path(node)) and not processor.has_ended
+        if node != self._followed:
+            steps = [node]
+            if not self._follows or self._nodes[node].parent != self._followed:
+                steps = self._path(node)
+                processor.rewind(self._num_processed)
+            self._follows = all(processor.push(self._nodes[each].token) for each in steps) and not processor.has_ended
+            self._followed = node
+        return self._follows
 
     def grow(self, tokens: Sequence[Sequence[int]], confidences: Sequence[Sequence[float]]) -> None:
         """Add the children of the frontier.
