@@ -204,12 +204,12 @@ def test_a_parallel_draft_made_by_the_command_from_a_chain_drafts_in_the_engine(
     tokenizer = byte_level()
     folder = write_target(tmp_path / "target", vocab_size=len(tokenizer))
     tokenizer.save_pretrained(folder)
-    common = f"distill run {folder} --chat-share 1 --generate 20000 --slots 16 --max-len 96 --draft-vocab 128"
+    common = f"distill run {folder} --chat-share 1 --generate 8000 --slots 16 --max-len 96 --draft-vocab 128"
     common += " --dtype float32 --device cpu --batch-tokens 512 --row-len 96"
     chain, parallel = tmp_path / "chain", tmp_path / "parallel"
-    args = parsed(f"{common} --out {chain} --tokens 30000 --unroll 2")
+    args = parsed(f"{common} --out {chain} --tokens 20000 --unroll 2")
     assert args.run(args) == 0
-    args = parsed(f"{common} --out {parallel} --tokens 30000 --parallel 3 --start-from {chain}")
+    args = parsed(f"{common} --out {parallel} --tokens 20000 --parallel 3 --start-from {chain}")
     assert args.run(args) == 0
     assert json.loads((parallel / "config.json").read_text())["positions_per_pass"] == 3
     submits = [
