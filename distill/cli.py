@@ -38,6 +38,7 @@ from distill.models.export import (
     read_config,
     start_from,
 )
+from distill.models.parallel import ParallelDraft, check_parallel
 from distill.settings import Objective, TrainConfig
 from distill.training.card import draft_card, draw_curves, table
 from distill.training.evaluate import Acceptance, evaluate
@@ -55,11 +56,7 @@ def run_distill(args: argparse.Namespace) -> int:
     is_public = args.architecture == Eagle3Draft.architecture
     if is_public and args.int8:
         raise ConfigError("int8: the public layout of eagle3 drafts has bfloat16 matrices only; leave --int8 out")
-    if args.parallel is not None and (args.architecture != "eagle" or args.parallel < 2):
-        raise ConfigError(
-            f"parallel: {args.parallel} given with --architecture {args.architecture}; "
-            "allowed are numbers from 2, with eagle only"
-        )
+    check_parallel(args.architecture, args.parallel, mask_only=args.mask_only)
     folder, target = _open_target(args, args.feature_layers or (_public_features(args) if is_public else None))
     data, work = args.out / "work" / "data", args.out / "work" / "train"
     generate_corpus(args, folder, target.feature_layers, data, console)
@@ -205,6 +202,8 @@ def new_draft(args: argparse.Namespace, target: FrozenTarget, data: Path, work: 
             start_from(draft, args.start_from, target)
         except DraftMismatchError as error:
             raise ConfigError(str(error)) from None
+    if isinstance(draft, ParallelDraft) and args.mask_only:
+        draft.freeze_shared()
     return draft.to(target.device)
 
 

@@ -114,6 +114,11 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="eagle: one forward drafts all tokens, up to K; replaces --unroll",
     )
+    add(
+        "--mask-only",
+        action="store_true",
+        help="parallel: train only what masked positions use alone; the first token stays that of --start-from",
+    )
     add("--layers", type=int, default=None, metavar="N", help="decoder layers (eagle, eagle3: 1, draft_model: 3)")
     add("--from-layers", type=_integers, default=None, metavar="A,B", help="target layers to initialise from")
     add(

@@ -23,6 +23,22 @@ from distill.data.shards import Batch
 from distill.models.decoder import DecoderConfig, rms_norm, rope_tables
 from distill.models.eagle import EagleDraft
 from distill.models.layers import Chains, DraftLayer
+from engine.errors import ConfigError
+
+
+def check_parallel(architecture: str, positions: int | None, *, mask_only: bool) -> None:
+    """Check the options of a run.
+
+    Raises:
+        ConfigError: they do not describe a parallel draft; names the option and what is allowed.
+    """
+    if positions is not None and (architecture != "eagle" or positions < 2):
+        raise ConfigError(
+            f"parallel: {positions} given with --architecture {architecture}; "
+            "allowed are numbers from 2, with eagle only"
+        )
+    if mask_only and positions is None:
+        raise ConfigError("mask_only: given without --parallel, whose drafts alone have a mask")
 
 
 class ParallelDraft(EagleDraft):
@@ -49,6 +65,12 @@ class ParallelDraft(EagleDraft):
         self.positions = positions
         self.mask_state = nn.Parameter(torch.zeros(config.hidden_size))
         self.mask_embedding = nn.Parameter(embed[draft_vocab].float().mean(0))
+
+    def freeze_shared(self) -> None:
+        """Train only what the masked positions use alone, so that the first position stays what it is."""
+        own = ("mask_state", "mask_embedding", "carry.weight", "carry_norm")
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name in own)
 
     def masked(self, inputs: Tensor) -> Tensor:
         """Layer inputs of last committed positions [..., H] -> those of the masked positions after them, [..., H]."""

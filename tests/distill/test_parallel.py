@@ -142,6 +142,21 @@ def test_it_starts_from_a_chain_with_its_first_position(target: FrozenTarget, tm
     torch.testing.assert_close(draft.mask_state, mask)
 
 
+def test_the_first_position_stays_where_only_the_mask_is_trained(target: FrozenTarget, tmp_path: Path) -> None:
+    shards = write_shards(target, tmp_path / "data", count=60, shard_tokens=1000)
+    draft, batch = parallel(target), random_batch(2, 9)
+    draft.freeze_shared()
+    with torch.no_grad():
+        before = [each.clone() for each in draft.unroll(batch, POSITIONS).hidden]
+    config = TrainConfig(steps=POSITIONS, row_len=64, batch_tokens=512, budget_tokens=2_000)
+    train(draft, [shards[0].parent], tmp_path / "train", config, compute_dtype=torch.float32)
+    with torch.no_grad():
+        after = draft.unroll(batch, POSITIONS).hidden
+    assert torch.equal(before[0], after[0])
+    for one, other in zip(before[1:], after[1:], strict=True):
+        assert (one - other).abs().max() > 1e-3
+
+
 def test_a_chain_does_not_start_from_a_parallel_draft(target: FrozenTarget, tmp_path: Path) -> None:
     export_draft(parallel(target), target.folder, tmp_path, card="")
     with pytest.raises(DraftMismatchError, match="start_from"):
@@ -230,4 +245,7 @@ def test_a_parallel_draft_made_by_the_command_from_a_chain_drafts_in_the_engine(
 def test_options_that_make_no_parallel_draft_are_refused_before_any_work(tmp_path: Path, options: str) -> None:
     args = parsed(f"distill run {tmp_path} --out {tmp_path}/draft {options}")
     with pytest.raises(ConfigError, match=r"parallel: \d given .* allowed are numbers from 2, with eagle only"):
+        args.run(args)
+    args = parsed(f"distill run {tmp_path} --out {tmp_path}/draft --mask-only")
+    with pytest.raises(ConfigError, match="mask_only: given without --parallel"):
         args.run(args)
