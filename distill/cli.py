@@ -23,7 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from distill.data import corpus
 from distill.data.generate import Generator, Job
 from distill.data.prompts import Prompt, prompts
-from distill.data.shards import Shard, ShardWriter, shard_paths, token_mass
+from distill.data.shards import Shard, ShardWriter, held_out, shard_paths, token_mass
 from distill.data.sources import collect, is_prose
 from distill.models.costs import StepCosts, measure
 from distill.models.decoder import FrozenTarget, fingerprint
@@ -38,8 +38,9 @@ from distill.models.export import (
     read_config,
     start_from,
 )
-from distill.models.parallel import ParallelDraft, check_parallel
-from distill.settings import Objective, TrainConfig
+from distill.models.medusa import MedusaDraft, check_last_layer, tapped_layers
+from distill.models.parallel import ParallelDraft
+from distill.settings import NUM_HEADS, Objective, TrainConfig, check_architecture, trained_steps
 from distill.training.card import draft_card, draw_curves, table
 from distill.training.evaluate import Acceptance, evaluate
 from distill.training.trainer import train
@@ -53,10 +54,10 @@ from engine.model.load import Model, load_model
 def run_distill(args: argparse.Namespace) -> int:
     """Generate missing data, train up to the budget, measure and write the draft; returns the exit status."""
     console = Console(stderr=True)
+    check_architecture(
+        args.architecture, heads=args.heads, parallel=args.parallel, mask_only=args.mask_only, int8=args.int8
+    )
     is_public = args.architecture == Eagle3Draft.architecture
-    if is_public and args.int8:
-        raise ConfigError("int8: the public layout of eagle3 drafts has bfloat16 matrices only; leave --int8 out")
-    check_parallel(args.architecture, args.parallel, mask_only=args.mask_only)
     folder, target = _open_target(args, args.feature_layers or (_public_features(args) if is_public else None))
     data, work = args.out / "work" / "data", args.out / "work" / "train"
     generate_corpus(args, folder, target.feature_layers, data, console)
@@ -104,8 +105,7 @@ def run_generate(args: argparse.Namespace) -> int:
 
 def run_eval(args: argparse.Namespace) -> int:
     """Compare drafts on a prompt file; returns the exit status."""
-    layers = {tuple(read_config(path).get("feature_layers", ())) for path in args.drafts}
-    tapped = sorted(layers - {()})
+    tapped = tapped_layers([read_config(path) for path in args.drafts])
     if len(tapped) > 1:
         raise ConfigError(f"drafts: they read different layers, {tapped}; compare drafts with equal layers")
     folder, target = _open_target(args, tapped[0] if tapped else None)
@@ -193,6 +193,10 @@ def new_draft(args: argparse.Namespace, target: FrozenTarget, data: Path, work: 
             num_layers=args.layers or 1,
             positions=args.parallel or 1,
         )
+    elif args.architecture == MedusaDraft.architecture:
+        check_last_layer(target, shard_paths([data]))
+        sizes = {"num_heads": args.heads or NUM_HEADS, "num_layers": args.layers or 1}
+        draft = MedusaDraft(target.config, vocab, target.final_norm, **sizes)
     else:
         draft = SmallDraft(target.config, vocab, target.embed, num_layers=args.layers or 3)
     if args.start_from is None:
@@ -235,7 +239,7 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
     objective = Objective(args.kl_weight, args.ce_weight, args.temperature, args.feature_weight)
     return replace(
         TrainConfig(),
-        steps=1 if args.architecture == "draft_model" else args.parallel or args.unroll,
+        steps=trained_steps(args.architecture, heads=args.heads, parallel=args.parallel, unroll=args.unroll),
         chain_every=args.chain_every,
         cooldown_s=args.cooldown * 60,
         row_len=args.row_len,
@@ -251,19 +255,6 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
         seed=args.seed,
         objective=objective,
     )
-
-
-def held_out(data: Path, count: int) -> list[Path]:
-    """The first `count` shards of each stream, which are held out so that acceptance can be measured on them.
-
-    Raises:
-        ConfigError: no shard would be left for training.
-    """
-    paths = shard_paths([data])
-    held = [path for path in paths if int(path.name.rsplit("-", 1)[1]) < count]
-    if len(held) == len(paths):
-        raise ConfigError(f"hold_out: {count} of each stream are all {len(paths)} shards; generate more")
-    return held
 
 
 def load_tokenizer(folder: Path) -> Any:

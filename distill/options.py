@@ -103,10 +103,11 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--architecture",
-        choices=("eagle", "eagle3", "draft_model"),
+        choices=("eagle", "eagle3", "draft_model", "medusa"),
         default="eagle",
         help="eagle3: the public EAGLE-3 layout, which other engines load",
     )
+    add("--heads", type=int, default=None, metavar="N", help="medusa: number of heads, the largest K (default: 5)")
     add(
         "--parallel",
         type=int,
@@ -119,7 +120,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="parallel: train only what masked positions use alone; the first token stays that of --start-from",
     )
-    add("--layers", type=int, default=None, metavar="N", help="decoder layers (eagle, eagle3: 1, draft_model: 3)")
+    add("--layers", type=int, default=None, metavar="N", help="layers (eagle, eagle3, medusa: 1, draft_model: 3)")
     add("--from-layers", type=_integers, default=None, metavar="A,B", help="target layers to initialise from")
     add(
         "--start-from",

@@ -8,6 +8,40 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.errors import ConfigError
+
+NUM_HEADS = 5
+"""Medusa heads of a draft whose options name no number."""
+
+
+def check_architecture(
+    architecture: str, *, heads: int | None, parallel: int | None, mask_only: bool = False, int8: bool
+) -> None:
+    """Check options that only some architectures have.
+
+    Raises:
+        ConfigError: names the option and what is allowed.
+    """
+    if architecture in ("eagle3", "medusa") and int8:
+        raise ConfigError(
+            f"int8: the public layout of {architecture} drafts has bfloat16 matrices only; leave --int8 out"
+        )
+    for name, value, owner in (("parallel", parallel, "eagle"), ("heads", heads, "medusa")):
+        if value is not None and (architecture != owner or value < 2):
+            raise ConfigError(
+                f"{name}: {value} given with --architecture {architecture}; "
+                f"allowed are numbers from 2, with {owner} only"
+            )
+    if mask_only and parallel is None:
+        raise ConfigError("mask_only: given without --parallel, whose drafts alone have a mask")
+
+
+def trained_steps(architecture: str, *, heads: int | None, parallel: int | None, unroll: int) -> int:
+    """Drafted positions that are trained."""
+    if architecture == "medusa":
+        return heads or NUM_HEADS
+    return 1 if architecture == "draft_model" else parallel or unroll
+
 
 @dataclass(frozen=True)
 class Objective:

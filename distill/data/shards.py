@@ -20,6 +20,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.errors import ConfigError
+
 U16 = npt.NDArray[np.uint16]
 FIELDS = ("tokens", "written", "features", "top_ids", "top_logprobs", "doc_starts")
 
@@ -126,6 +128,19 @@ def shard_paths(folders: Sequence[Path]) -> list[Path]:
     return sorted(
         path.parent for folder in folders for path in folder.glob("*/meta.json") if path.parent.name[0] != "."
     )
+
+
+def held_out(data: Path, count: int) -> list[Path]:
+    """The first `count` shards of each stream, which are held out so that acceptance can be measured on them.
+
+    Raises:
+        ConfigError: no shard would be left for training.
+    """
+    paths = shard_paths([data])
+    held = [path for path in paths if int(path.name.rsplit("-", 1)[1]) < count]
+    if len(held) == len(paths):
+        raise ConfigError(f"hold_out: {count} of each stream are all {len(paths)} shards; generate more")
+    return held
 
 
 def batches(

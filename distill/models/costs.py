@@ -19,6 +19,7 @@ from distill.models.decoder import DecoderConfig, DecoderLayer, FrozenTarget, Pa
 from distill.models.eagle import EagleDraft
 from distill.models.export import AnyDraft
 from distill.models.layers import DraftLayer, PairLayer
+from distill.models.medusa import MedusaDraft
 from distill.models.parallel import ParallelDraft
 
 CONTEXT = 256
@@ -38,7 +39,7 @@ class StepCosts:
     k: int
     """Draft tokens per verify step."""
     num_passes: int
-    """Draft steps per verify step: K for a chain, 1 for a parallel draft."""
+    """Draft steps per verify step: K for a chain, 1 for a parallel draft and for Medusa heads."""
 
     @property
     def draft_share(self) -> float:
@@ -53,9 +54,9 @@ class StepCosts:
 def measure(target: FrozenTarget, draft: AnyDraft, k: int, *, repeats: int = 30) -> StepCosts:
     """Median times of target steps over 1 and k + 1 tokens and of a draft step, after warming up.
 
-    The draft step of a parallel draft drafts k tokens, at most as many as it has positions.
+    The draft step of a parallel draft or of Medusa heads drafts k tokens, at most as many as it has positions.
     """
-    num_drafted = min(k, draft.positions) if isinstance(draft, ParallelDraft) else 1
+    num_drafted = min(k, draft.positions) if isinstance(draft, ParallelDraft | MedusaDraft) else 1
     attend = cached_attention(target.config, target.device, target.dtype)
     ids = torch.zeros((1, k + 1), dtype=torch.int64, device=target.device)
     positions = CONTEXT + torch.arange(k + 1, device=target.device)[None]
@@ -96,6 +97,8 @@ def cached_attention(
 
 def draft_step(target: FrozenTarget, draft: AnyDraft, rows: int = 1) -> Callable[[], object]:
     """One step of the draft over `rows` positions of one request, with packed weights, as serving would run it."""
+    if isinstance(draft, MedusaDraft):
+        return _heads_step(target, draft, rows)
     config, dtype, device = draft.config, target.dtype, target.device
     attend = cached_attention(config, device, dtype)
 
@@ -139,6 +142,32 @@ def draft_step(target: FrozenTarget, draft: AnyDraft, rows: int = 1) -> Callable
         for index, layer in enumerate(layers):
             x = run_layer(config, index, layer, x, cos, cos, attend)
         return head(F.rms_norm(x, (config.hidden_size,), norm, config.rms_norm_eps)).argmax(-1)
+
+    return run
+
+
+def _heads_step(target: FrozenTarget, draft: MedusaDraft, rows: int) -> Callable[[], object]:
+    """One pass of the first `rows` Medusa heads, for one request."""
+    size, dtype, device = draft.config.hidden_size, target.dtype, target.device
+
+    def packed(linear: torch.nn.Module, num_rows: int) -> PackedLinear:
+        assert isinstance(linear, torch.nn.Linear)
+        bias = None if linear.bias is None else linear.bias.detach().to(device, dtype)
+        return PackedLinear(linear.weight.detach().to(device, dtype), bias, num_rows)
+
+    heads = [[packed(block, 1) for block in blocks.children()] for blocks in draft.layers[:rows]]
+    output, state = packed(draft.head, rows), torch.zeros((1, size), device=device, dtype=dtype)
+
+    @torch.inference_mode()
+    def run() -> Tensor:
+        hidden = F.rms_norm(state, (size,), target.final_norm, draft.config.rms_norm_eps)
+        states = []
+        for blocks in heads:
+            x = hidden
+            for block in blocks:
+                x = x + F.silu(block(x))
+            states.append(x)
+        return output(torch.cat(states)).argmax(-1)
 
     return run
 

@@ -20,6 +20,7 @@ from distill.models.draft_model import SmallDraft
 from distill.models.eagle import EagleDraft
 from distill.models.eagle3 import Eagle3Draft
 from distill.models.layers import DraftLayer, copy_layer
+from distill.models.medusa import MedusaDraft, from_stored, is_stored_medusa, stored_config, stored_tensors
 from distill.models.parallel import ParallelDraft
 from distill.models.public_layout import own_config, public_config, public_name, public_tensors
 
@@ -50,7 +51,7 @@ TOP_NAMES = {
 }
 SCALE_SUFFIX = ".int8_scale"
 
-AnyDraft = EagleDraft | Eagle3Draft | SmallDraft
+AnyDraft = EagleDraft | Eagle3Draft | SmallDraft | MedusaDraft
 """A draft of any architecture."""
 
 
@@ -76,28 +77,32 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def export_draft(draft: AnyDraft, target_folder: Path, out: Path, *, card: str, int8: bool = False) -> None:
-    """Write `model.safetensors`, `config.json` and `README.md` into `out`. An `eagle3` draft is in the public layout.
+    """Write `model.safetensors`, `config.json` and `README.md` into `out`, `eagle3` and `medusa` in a public layout.
 
     With `int8` each matrix is stored as int8 rows with a float32 scale per row (`<name>.int8_scale` [rows]).
 
     Raises:
-        ValueError: `int8` with an `eagle3` draft, whose layout does not have it.
+        ValueError: `int8` with an `eagle3` or `medusa` draft, whose layout does not have it.
     """
     out.mkdir(parents=True, exist_ok=True)
-    if isinstance(draft, Eagle3Draft):
+    if isinstance(draft, Eagle3Draft | MedusaDraft):
         if int8:
-            raise ValueError("int8: the public layout of eagle3 drafts has bfloat16 matrices only")
-        save_file(public_tensors(draft), out / "model.safetensors", metadata={"format": "pt"})
-        (out / "config.json").write_text(json.dumps(_public_config(draft, target_folder), indent=1) + "\n")
+            raise ValueError(f"int8: the public layout of {draft.architecture} drafts has bfloat16 matrices only")
+        if isinstance(draft, Eagle3Draft):
+            config, stored = _public_config(draft, target_folder), public_tensors(draft)
+        else:
+            config, stored = _medusa_config(draft, target_folder), stored_tensors(draft)
+        save_file(stored, out / "model.safetensors", metadata={"format": "pt"})
+        (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         (out / "README.md").write_text(card)
         return
     tensors: dict[str, Tensor] = {"draft_vocab": draft.vocabulary.draft_vocab.cpu()}
     for name, value in draft.named_parameters():
-        stored, plain = stored_name(name), value.detach().cpu()
+        own_name, plain = stored_name(name), value.detach().cpu()
         if int8 and plain.ndim == 2 and not name.endswith("norm"):
-            tensors[stored], tensors[stored + SCALE_SUFFIX] = quantise_rows(plain)
+            tensors[own_name], tensors[own_name + SCALE_SUFFIX] = quantise_rows(plain)
         else:
-            tensors[stored] = plain.to(torch.bfloat16).contiguous()
+            tensors[own_name] = plain.to(torch.bfloat16).contiguous()
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(draft_config(draft, target_folder, int8=int8), indent=1) + "\n")
     (out / "README.md").write_text(card)
@@ -112,6 +117,12 @@ def _public_config(draft: Eagle3Draft, target_folder: Path) -> dict[str, Any]:
         **public_config(draft, verifier=verifier, max_len=max_len, k=_PUBLIC_K),
         "target": fingerprint(target_folder),
     }
+
+
+def _medusa_config(draft: MedusaDraft, target_folder: Path) -> dict[str, Any]:
+    """The layout's config, and keys that other engines ignore."""
+    own = {"feature_layers": list(draft.feature_layers), "target": fingerprint(target_folder)}
+    return stored_config(draft) | own
 
 
 def draft_config(draft: EagleDraft | SmallDraft, target_folder: Path, *, int8: bool) -> dict[str, Any]:
@@ -163,6 +174,10 @@ def load_draft(folder: Path, target: FrozenTarget) -> AnyDraft:
     """
     config = read_config(folder)
     tensors = read_tensors(folder)
+    if is_stored_medusa(config):
+        medusa = from_stored(config, tensors, target)
+        check_fits(config | {"feature_layers": []}, medusa.vocabulary.draft_vocab, target)
+        return medusa
     if "d2t" in tensors:
         tensors["draft_vocab"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
     check_fits(config, tensors["draft_vocab"], target)

@@ -23,22 +23,6 @@ from distill.data.shards import Batch
 from distill.models.decoder import DecoderConfig, rms_norm, rope_tables
 from distill.models.eagle import EagleDraft
 from distill.models.layers import Chains, DraftLayer
-from engine.errors import ConfigError
-
-
-def check_parallel(architecture: str, positions: int | None, *, mask_only: bool) -> None:
-    """Check the options of a run.
-
-    Raises:
-        ConfigError: they do not describe a parallel draft; names the option and what is allowed.
-    """
-    if positions is not None and (architecture != "eagle" or positions < 2):
-        raise ConfigError(
-            f"parallel: {positions} given with --architecture {architecture}; "
-            "allowed are numbers from 2, with eagle only"
-        )
-    if mask_only and positions is None:
-        raise ConfigError("mask_only: given without --parallel, whose drafts alone have a mask")
 
 
 class ParallelDraft(EagleDraft):

@@ -78,11 +78,12 @@ def draft_card(draft: AnyDraft, args: argparse.Namespace, work: Path, result: Ma
     options = {
         k: str(v) for k, v in vars(args).items() if k not in ("run", "action", "out") and v not in (None, [], False)
     }
+    noun = "head" if draft.architecture == "medusa" else "layer"
     parameters = sum(p.numel() for p in draft.parameters())
     text = [
         f"# A draft for {args.target}",
         "",
-        f"Architecture `{draft.architecture}`, {len(draft.layers)} layer(s), {parameters / 1e6:.1f} M parameters "
+        f"Architecture `{draft.architecture}`, {len(draft.layers)} {noun}(s), {parameters / 1e6:.1f} M parameters "
         f"without the embedding, a head over {len(draft.vocabulary.draft_vocab)} tokens. The token embedding is "
         "that of the target.",
         f"Trained on {read:,} token positions in {seconds / 60:.0f} minutes, on text that the target generated.",
