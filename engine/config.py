@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from engine.errors import ConfigError
 from engine.tree import MAX_WIDTH
 
-Method = Literal["none", "ngram", "draft_model", "eagle"]
-DRAFT_METHODS: tuple[Method, ...] = ("draft_model", "eagle")
-"""Methods that draft with a model. The model's config.json says which of the two it is."""
+Method = Literal["none", "ngram", "draft_model", "eagle", "medusa"]
+DRAFT_METHODS: tuple[Method, ...] = ("draft_model", "eagle", "medusa")
+"""Methods that draft with a model. The model's config.json says which of them it is."""
 PolicyName = Literal["off", "fixed", "threshold", "goodput"]
 MAX_K = 16
 """Largest K that any setting, plan or request can ask for."""
@@ -56,8 +56,9 @@ class SpeculativeConfig(Settings):
     """How tokens are drafted."""
 
     method: Method = "ngram"
-    """Drafting method: `none`, `ngram` (prompt lookup), `draft_model` (a separate model) or `eagle` (a head on the
-    target's hidden states). With `draft` set it may be left out: the draft's config.json names the method."""
+    """Drafting method: `none`, `ngram` (prompt lookup), `draft_model` (a separate model), `eagle` (a decoder on the
+    target's hidden states) or `medusa` (heads on the target's last hidden state). With `draft` set it may be left out:
+    the draft's config.json names the method."""
     draft: str | None = None
     """Folder or Hugging Face id of the draft, or the name of a draft that ships with Paceline."""
     policy: PolicyName = "goodput"
@@ -73,7 +74,7 @@ class SpeculativeConfig(Settings):
     tree_width: Annotated[int, Field(ge=1, le=MAX_WIDTH)] = 3
     """With `tree`: most children of a node, and most nodes of a level that get children; 1 is the same as `off`."""
     lookup: bool = True
-    """With `draft_model` or `eagle`: draft by prompt lookup if the last tokens have occurred before in the request,
+    """With a method that has a draft: draft by prompt lookup if the last tokens have occurred before in the request,
     and by the model otherwise."""
     ngram_min: Annotated[int, Field(ge=1, le=16)] = 2
     """Shortest suffix, in tokens, that prompt lookup matches."""

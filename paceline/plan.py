@@ -113,11 +113,15 @@ def _settings(options: argparse.Namespace, draft: ModelConfig | None) -> EngineC
 
 def _shapes(options: argparse.Namespace) -> tuple[ModelConfig, ModelConfig | None]:
     from autoscale.simulation.shapes import EAGLE, eagle_of, shape_of
+    from engine.checkpoint.draft_check import fit_medusa
 
     target = shape_of(options.model)
     if options.draft == NO_DRAFT:
         return target, None
-    return target, eagle_of(target) if options.draft == EAGLE else shape_of(options.draft)
+    if options.draft == EAGLE:
+        return target, eagle_of(target)
+    draft = shape_of(options.draft)
+    return target, fit_medusa(draft, target) if draft.medusa is not None else draft
 
 
 def _of_this_cpu(options: argparse.Namespace, traffic: Traffic) -> Plan:

@@ -18,6 +18,7 @@ from msgspec import structs
 from reference import sequence_distribution
 from statistic import p_value
 from toy_eagle import FeaturedToy, toy_eagle
+from toy_medusa import toy_medusa
 
 from engine.core.drafter import Drafter, NoDrafter
 from engine.core.pacing import KChoice, SpeculationPlan
@@ -70,6 +71,10 @@ def target_and_drafter(method: str, *, width: int = 1) -> tuple[ToyModel, Drafte
         target = FeaturedToy(vocab_size=VOCAB)
         sampling = ToyModel(vocab_size=VOCAB, columns=4, seed=9, blend=0.5)
         return target, toy_eagle(target, sampling, vocab=torch.tensor([4, 0, 2, 1]), width=width)[0]
+    if method == "medusa":
+        target = FeaturedToy(vocab_size=VOCAB)
+        sampling = ToyModel(vocab_size=VOCAB, columns=4, seed=9, blend=0.5)
+        return target, toy_medusa(target, sampling, num_heads=3, vocab=torch.tensor([4, 0, 2, 1]))[0]
     return ToyModel(vocab_size=VOCAB), drafter_of(method, width=width)
 
 
@@ -87,7 +92,7 @@ def drafter_of(method: str, *, width: int = 1) -> Drafter:
 @pytest.mark.parametrize(
     "method",
     [
-        *("none", "ngram", "draft_model", "draft_model_reduced", "eagle", "eagle+lookup"),
+        *("none", "ngram", "draft_model", "draft_model_reduced", "eagle", "eagle+lookup", "medusa"),
         *("ngram+tree", "draft_model+tree", "draft_model_reduced+tree", "eagle+tree"),
     ],
 )
@@ -117,7 +122,7 @@ def test_equal_seeds_give_equal_tokens_for_every_method_and_k() -> None:
     sampling = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=50, seed=123)
     seen = set()
     trees = ("ngram+tree", "draft_model+tree", "draft_model_reduced+tree", "eagle+tree")
-    for method in ("none", "ngram", "draft_model", "draft_model_reduced", "eagle", *trees):
+    for method in ("none", "ngram", "draft_model", "draft_model_reduced", "eagle", "medusa", *trees):
         for k in (0, 1, 4, 9):
             engine = ToyEngine(*target_and_drafter(method), FixedPacer(k))
             seen.add(tuple(engine.run([Submit(request_id="r", prompt=PROMPT, sampling=sampling)])["r"]))

@@ -28,7 +28,7 @@ TOP = {
 LAYERS = {
     "engine": (
         "workers",
-        "draft_buffer",
+        "draft_buffer medusa",
         "draft",
         "graphs lora",
         "model metrics ipc",

@@ -226,6 +226,7 @@ PRIORS: dict[str, tuple[float, ...]] = {
     "ngram": (0.4, 0.6, 0.7),  # given a match: a long match tends to continue
     "draft_model": (0.75,),
     "eagle": (0.75,),
+    "medusa": (0.75,),
 }
 """Acceptance rate by position before the first observation, per draft method. Optimistic on purpose: a few drafting
 steps correct a rate that is too high, while a draft that is never tried never shows that its rate is higher."""

@@ -220,7 +220,8 @@ def _check_draft(engine: EngineConfig, draft: ModelConfig, device_bytes: int) ->
     Raises:
         ConfigError: they do not.
     """
-    needed, share = weight_bytes(draft, WHOLE, _DTYPE), engine.speculative.memory_fraction
+    share = engine.speculative.memory_fraction
+    needed = weight_bytes(draft, WHOLE, _DTYPE) if draft.medusa is None else draft_forward(draft, _DTYPE).read_bytes
     if needed > share * device_bytes:
         raise ConfigError(
             f"draft: its weights take {needed / 1e9:.1f} GB, and speculative.memory_fraction leaves "

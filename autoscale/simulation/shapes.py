@@ -113,7 +113,13 @@ def target_forward(config: ModelConfig, shard: ShardSpec, dtype: torch.dtype = t
 
 
 def draft_forward(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> ForwardSize:
-    """One pass of a draft, which is never sharded: its layers, its own head, and the projections of an EAGLE draft."""
+    """One pass of a draft, which is never sharded: its layers, its own head, and the projections of an EAGLE draft.
+
+    Medusa heads read their blocks and output layers, for all positions at once.
+    """
+    if config.medusa is not None:
+        read = config.medusa.num_weights(config.hidden_size, config.draft_vocab_size or config.vocab_size)
+        return ForwardSize(read * dtype.itemsize, 2.0 * read)
     layers = target_forward(replace(config, tie_word_embeddings=True), WHOLE, dtype).read_bytes
     if config.draft_vocab_size is not None:
         layers -= (config.vocab_size - config.draft_vocab_size) * config.hidden_size * dtype.itemsize

@@ -49,9 +49,10 @@ def with_draft(settings: AppSettings, target_folder: Path) -> tuple[AppSettings,
         return settings, None
     folder = resolve_draft(speculative.draft)
     method = check_draft(folder, target_folder).architecture
-    if speculative.method == "eagle" and method != "eagle":
+    if speculative.method in ("eagle", "medusa") and method != speculative.method:
         raise ConfigError(
-            f"speculative.method: eagle given, but {folder} holds a {method}; leave speculative.method out"
+            f"speculative.method: {speculative.method} given, but {folder} holds a {method}; "
+            "leave speculative.method out"
         )
     engine = settings.engine.model_dump()
     engine["speculative"] |= {"method": method}
@@ -65,7 +66,7 @@ def check_draft_vocabulary(target_folder: Path, draft_folder: Path) -> None:
         ConfigError: the vocabularies differ; the message has both sizes and the first difference.
     """
     target_size = ModelConfig.load(target_folder).vocab_size
-    draft_size = ModelConfig.load(draft_folder).vocab_size
+    draft_size = ModelConfig.load(draft_folder).vocab_size or target_size  # Medusa heads need not name it.
     if not (draft_folder / "tokenizer.json").exists():
         if draft_size != target_size:
             raise ConfigError(

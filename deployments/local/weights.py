@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from engine.checkpoint.medusa_config import file_names
 from engine.checkpoint.model_config import SINGLE_FILE, ModelConfig
 from engine.config import EngineConfig
 from engine.gguf import GGUF_FILE
@@ -91,6 +92,8 @@ def weight_bytes(folder: Path, config: ModelConfig) -> int:
         has_head = not config.tie_word_embeddings
         heads, kv_heads = config.num_heads, config.num_kv_heads
         return 2 * config.num_weights(heads=heads, kv_heads=kv_heads, part=lambda total: total, has_head=has_head)
+    if config.medusa is not None and (names := file_names(folder)) is not None:
+        return sum((folder / name).stat().st_size for name in names)
     single = folder / SINGLE_FILE
     return sum(file.stat().st_size for file in ([single] if single.is_file() else files))
 

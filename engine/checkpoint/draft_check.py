@@ -27,12 +27,16 @@ def check_draft(folder: Path, target_folder: Path) -> ModelConfig:
 
     Returns:
         The draft's config, with what it leaves to the target: the feature layers of an EAGLE-3 head, and its longest
-        sequence, since heads are trained on short texts and used on those of their target.
+        sequence, since heads are trained on short texts and used on those of their target; for Medusa heads, all sizes.
 
     Raises:
         ConfigError: the draft does not fit the target. Names the field and both values.
     """
     draft, target = ModelConfig.load(folder), ModelConfig.load(target_folder)
+    if target.medusa is not None:
+        raise ConfigError(f"model: {target_folder} holds Medusa heads, which are a draft and no model")
+    if draft.medusa is not None:
+        draft = fit_medusa(draft, target)
     if draft.eagle3 is not None:
         draft = replace(
             draft,
@@ -60,6 +64,23 @@ def check_draft(folder: Path, target_folder: Path) -> ModelConfig:
             f"{target.num_layers - 1}; use a draft made for this target"
         )
     return draft
+
+
+def fit_medusa(draft: ModelConfig, target: ModelConfig) -> ModelConfig:
+    """The config of Medusa heads with the sizes of their target: they read its last layer, at any length of text.
+
+    Raises:
+        ConfigError: the heads were made for other sizes; names the field and both values.
+    """
+    for name in ("hidden_size", "vocab_size"):
+        _compare(name, getattr(draft, name) or getattr(target, name), getattr(target, name))
+    return replace(
+        draft,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        feature_layers=(target.num_layers - 1,),
+        max_model_len=target.max_model_len,
+    )
 
 
 def vocabulary_digest(path: Path) -> str:

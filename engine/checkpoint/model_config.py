@@ -25,6 +25,7 @@ from engine.checkpoint.families import (
     read_windows,
     refuse_unsupported,
 )
+from engine.checkpoint.medusa_config import MedusaVariant, is_medusa, medusa_fields
 from engine.checkpoint.public_draft import Eagle3Variant, is_public, translate
 from engine.checkpoint.quantization import Quantization
 from engine.checkpoint.rope_config import RopeScaling, read_rope
@@ -34,7 +35,7 @@ SINGLE_FILE = "model.safetensors"
 """Weights of a model that fit into one file."""
 INDEX_FILE = "model.safetensors.index.json"
 """Names the files of a model whose weights lie in several."""
-Architecture = Literal["draft_model", "eagle"]
+Architecture = Literal["draft_model", "eagle", "medusa"]
 ARCHITECTURES: tuple[str, ...] = get_args(Architecture)
 SHARED_EMBEDDING = "shared with the target"
 """Value of `embed_tokens` in a draft's config.json when the draft uses the target's embedding."""
@@ -91,14 +92,16 @@ class ModelConfig:
     shares_embedding: bool = False
     """Whether a draft takes its token embedding from the target's folder."""
     architecture: Architecture = "draft_model"
-    """Architecture of a draft: a separate model, or a decoder on the target's hidden states."""
+    """Architecture of a draft: a separate model, or a decoder or Medusa heads on the target's hidden states."""
     feature_layers: tuple[int, ...] = ()
     """Layers of the target whose outputs an `eagle` draft reads, ascending; empty for other models, and for an EAGLE-3
     head before `engine.checkpoint.draft_check` fills in those that follow from the target."""
     eagle3: Eagle3Variant | None = None
     """How the EAGLE-3 head of an `eagle` draft in a public layout differs from others; None for other models."""
     positions_per_pass: int = 1
-    """Tokens that one forward of an `eagle` draft drafts: 1 for a chain, more for a parallel draft."""
+    """Tokens that one forward of a draft drafts: 1 for a chain, more for a parallel `eagle` draft and for `medusa`."""
+    medusa: MedusaVariant | None = None
+    """How the heads of a `medusa` draft differ from others; None for other models. Such a config has no layers."""
     quantization: Quantization | None = None
     """How the weights in the files are quantised; None for floats."""
 
@@ -119,6 +122,8 @@ class ModelConfig:
         Raises:
             ConfigError: the family or an active feature is not supported, or a key is missing or malformed.
         """
+        if is_medusa(values):
+            return cls(**medusa_fields(values))
         variant = None
         if is_public(values):
             values, variant = translate(values)

@@ -19,15 +19,17 @@ from typing import Any
 
 from engine.errors import ConfigError
 
-SUPPORTED = "EAGLE-3 heads (the authors' layout, or speculators_model_type eagle3) and drafts of `paceline distill`"
+SUPPORTED = (
+    "EAGLE-3 heads (the authors' layout, or speculators_model_type eagle3), Medusa heads and drafts of "
+    "`paceline distill`"
+)
 UNUSED_TENSORS = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 """Tensors of public heads that drafting does not need: `t2d` follows from `d2t`, the others belong to the target."""
-_OTHER_KEYS = {"medusa_num_heads": "a Medusa draft", "dflash_config": "a DFlash draft", "ptd_token_id": "P-EAGLE"}
+_OTHER_KEYS = {"dflash_config": "a DFlash draft", "ptd_token_id": "P-EAGLE"}
 """Keys that name another kind of draft."""
 _OTHER_NAMES = {
     "dflash": "a DFlash draft",
     "peagle": "P-EAGLE",
-    "medusa": "a Medusa draft",
     "mlpspeculator": "an MLP draft",
 }
 _DEFAULT_NUM_FEATURES = 3

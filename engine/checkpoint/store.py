@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 from safetensors import SafetensorError
 
+from engine.checkpoint.medusa_config import MEDUSA_FILE
 from engine.checkpoint.model_config import INDEX_FILE, SINGLE_FILE
 from engine.checkpoint.package_file import PackageFile
 from engine.errors import ConfigError
@@ -304,7 +305,10 @@ def _checked(folder: Path, name: str) -> Path:
         raise ConfigError(
             f"model: {name!r} has no config.json; a model folder holds config.json and *.safetensors{hint}"
         )
-    if any((folder / file).is_file() for file in (SINGLE_FILE, INDEX_FILE)) or (folder / GGUF_FILE).is_symlink():
+    if (
+        any((folder / file).is_file() for file in (SINGLE_FILE, INDEX_FILE, MEDUSA_FILE))
+        or (folder / GGUF_FILE).is_symlink()
+    ):
         return folder
     pickled = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
     found = f"only {', '.join(pickled[:3])}, which would have to be unpickled" if pickled else "none"

@@ -104,6 +104,7 @@ class WeightFiles:
         quantization: how the weights are quantised, see `ModelConfig.quantization`.
         rename: gives the name under which a tensor of the files is read; None keeps the names.
         as_stored: read `model.gguf` where the folder has it beside a dequantised copy.
+        names: of the safetensors files to read instead of those of a model.
 
     Raises:
         ConfigError: the folder has no weights, or a file is damaged.
@@ -116,6 +117,7 @@ class WeightFiles:
         *,
         rename: Callable[[str], str] | None = None,
         as_stored: bool = False,
+        names: Iterable[str] | None = None,
     ) -> None:
         self.folder = folder
         self.quantization = quantization
@@ -123,7 +125,8 @@ class WeightFiles:
         """Bytes that `read_float` has made out of quantised weights."""
         self.read_bytes = 0
         """Bytes of the files that have been read."""
-        self._files = {name: open_weights(folder / name) for name in file_names(folder, as_stored=as_stored)}
+        names = names or file_names(folder, as_stored=as_stored)
+        self._files = {name: open_weights(folder / name) for name in names}
         self._home = {
             rename(stored) if rename is not None else stored: (file, stored)
             for file in self._files.values()

@@ -177,6 +177,8 @@ def _load_decoder(
 
     Everything in `files` must be part of the decoder, or have been read before.
     """
+    if config.medusa is not None:
+        raise ConfigError(f"model: {files.folder} holds Medusa heads, which are a draft and no model")
     if any(not 0 <= layer < config.num_layers for layer in feature_layers):
         raise ConfigError(f"feature_layers: {feature_layers} is not within [0, {config.num_layers})")
     shard = ShardSpec(collectives.rank, collectives.size)

@@ -78,7 +78,7 @@ class Loader:
             layers.append(self._layer(index))
             if self._on_layer is not None:
                 self._on_layer(index + 1)
-        final_norm = self._norm("model.norm.weight", config.hidden_size)
+        final_norm = self.final_norm()
         head = self._head(embedding)
         return DecoderWeights(embedding, tuple(layers), final_norm, head, self._draft_vocab())
 
@@ -91,6 +91,14 @@ class Loader:
         tied = (HEAD,) if self._config.tie_word_embeddings else ()
         unused = UNUSED_TENSORS if self._config.eagle3 is not None else ()
         self._files.check_all_read(ignore=_IGNORED + tied + unused)
+
+    def final_norm(self) -> RmsNorm:
+        """Read the norm of the last layer's output.
+
+        Raises:
+            ConfigError: it is missing, or has another shape than the config implies.
+        """
+        return self._norm("model.norm.weight", self._config.hidden_size)
 
     def eagle_head(self) -> EagleHead:
         """Read the input projections of an EAGLE draft. Must be called before `decoder`.

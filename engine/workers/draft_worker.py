@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from engine.checkpoint.draft_check import check_draft
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights import WHOLE, WeightFiles
 from engine.config import EngineConfig
@@ -27,6 +28,7 @@ from engine.draft_buffer.target_endpoint import BufferHandle, DraftEndpoint, gpu
 from engine.errors import ConfigError, EngineUnavailable
 from engine.graphs.buckets import make_buckets
 from engine.graphs.forward import CudaCapture, GraphedForward
+from engine.medusa.heads import load_heads
 from engine.metrics.counters import MetricCounters, MetricSnapshot
 from engine.model.device import pick_device, pick_dtype, release_freed_memory, set_threads, with_device
 from engine.model.eagle_head import EagleHead
@@ -37,6 +39,7 @@ from engine.sampling.row_sampling import RowSampling
 from engine.sampling.staging import to_host
 from engine.sampling.vocabulary import load_tokenizer_info
 from engine.workers.draft_connection import MAX_REQUEST_TOKENS
+from engine.workers.loaded_draft import LoadedParts, heads_parts
 from engine.workers.memory_plan import weight_bytes
 
 _WAIT_PERIOD_S = 0.5
@@ -67,6 +70,7 @@ class DraftWorker:
         self._device = pick_device(config.device)
         self._stop = threading.Event()
         self._own_threads = False
+        self._has_cache = True
         self._memory_bytes = self._cap_bytes = 0
 
     def load(self) -> DraftInfo:
@@ -80,6 +84,21 @@ class DraftWorker:
         """
         set_threads(self._config)
         dtype = pick_dtype(self._config.dtype)
+        target = ModelConfig.load(self._target_folder)
+        is_medusa = check_draft(self._folder, self._target_folder).medusa is not None
+        draft = self._load_heads(dtype) if is_medusa else self._load_decoder(dtype, target)
+        config, vocab, width, self._pool = draft.config, draft.vocab, draft.width, draft.pool
+        grammars = Grammars(lambda: load_tokenizer_info(self._target_folder, target.vocab_size, target.eos_token_ids))
+        self._proposer = Proposer(
+            draft.architecture, draft.pool, vocab=vocab, max_model_len=config.max_model_len, grammars=grammars
+        )
+        warm_up(self._proposer, width, draft.feature_width, dtype, self._device)
+        release_freed_memory()  # of loading
+        target_ids = tuple(vocab.tolist()) if vocab is not None else None
+        return DraftInfo(width, target_ids, draft.feature_width, config.positions_per_pass)
+
+    def _load_decoder(self, dtype: torch.dtype, target: ModelConfig) -> LoadedParts:
+        """A draft with layers, and a KV cache in what its weights leave of the cap."""
         draft = load_draft(
             self._folder,
             self._target_folder,
@@ -91,27 +110,26 @@ class DraftWorker:
         )
         self._own_threads = draft.decoder.own_threads
         config = draft.decoder.config
-        target = ModelConfig.load(self._target_folder)
         width = config.draft_vocab_size or min(config.vocab_size, target.vocab_size)
         num_blocks = self._num_blocks(config, dtype)
         architecture = _architecture(self._config, draft, width, num_blocks=num_blocks)
-        self._pool = pool = BlockPool(
+        pool = BlockPool(
             num_blocks,
             self._config.kv_block_size,
             prefix_cache=self._config.prefix_cache,
             ahead=1 if architecture.reads_features else 0,
         )
         self._memory_bytes += num_blocks * pool.block_size * kv_bytes_per_token(config, dtype=dtype)
-        vocab = draft.decoder.draft_vocab
         feature_width = draft.head.feature_width if draft.head is not None else 0
-        grammars = Grammars(lambda: load_tokenizer_info(self._target_folder, target.vocab_size, target.eos_token_ids))
-        self._proposer = Proposer(
-            architecture, pool, vocab=vocab, max_model_len=config.max_model_len, grammars=grammars
-        )
-        warm_up(self._proposer, width, feature_width, dtype, self._device)
-        release_freed_memory()  # of loading
-        target_ids = tuple(vocab.tolist()) if vocab is not None else None
-        return DraftInfo(width, target_ids, feature_width, config.positions_per_pass)
+        return LoadedParts(config, architecture, pool, draft.decoder.draft_vocab, width, feature_width)
+
+    def _load_heads(self, dtype: torch.dtype) -> LoadedParts:
+        """Medusa heads. They have no KV cache."""
+        folders, kernel = (self._folder, self._target_folder), self._config.forward_kernel
+        heads = load_heads(*folders, dtype=dtype, device=self._device, kernel=kernel)
+        self._has_cache = False
+        self._check_memory(heads.num_bytes, 0)
+        return heads_parts(self._config, heads)
 
     def connect(self, handle: BufferHandle) -> None:
         """Open the buffer that the target made. After `load`.
@@ -152,6 +170,8 @@ class DraftWorker:
         counters = MetricCounters()
         counters.set("paceline_draft_memory_bytes", self._memory_bytes)
         counters.set("paceline_draft_memory_cap_bytes", self._cap_bytes)
+        if not self._has_cache:
+            return counters.read()
         blocks = self._pool.usage()
         counters.set("paceline_kv_free_blocks", blocks.num_free, "draft")
         counters.set("paceline_kv_used_blocks", blocks.num_used, "draft")
@@ -160,20 +180,10 @@ class DraftWorker:
 
     def _num_blocks(self, config: ModelConfig, dtype: torch.dtype) -> int:
         """Blocks of the draft's pool, the scratch block included: as many as the cap leaves after the weights."""
-        fraction = self._config.speculative.memory_fraction
-        total = self._total_memory()
-        cap = int(total * fraction)
-        weights = self._weight_bytes(config, dtype)
-        self._memory_bytes, self._cap_bytes = weights, cap
         longest = (config.max_model_len if self._config.max_model_len is None else self._config.max_model_len) + 1
         sequence_len = min(longest, _SEQUENCE_LEN)
-        needed = kv_bytes_per_token(config, dtype=dtype) * sequence_len
-        if weights + needed > cap:
-            raise ConfigError(
-                f"speculative.memory_fraction: draft weights {weights >> 20} MiB + KV of one sequence "
-                f"{needed >> 20} MiB exceed {fraction:.0%} of the device's {total >> 20} MiB = {cap >> 20} MiB; "
-                "raise the fraction or take a smaller draft"
-            )
+        weights = self._weight_bytes(config, dtype)
+        cap = self._check_memory(weights, kv_bytes_per_token(config, dtype=dtype) * sequence_len)
         most_tokens = 2 * self._config.max_num_requests * sequence_len  # a larger pool would stay empty
         blocks = num_kv_blocks(
             config,
@@ -183,6 +193,24 @@ class DraftWorker:
             memory_bytes=min(cap - weights, most_tokens * kv_bytes_per_token(config, dtype=dtype)),
         )
         return blocks + 1
+
+    def _check_memory(self, weights: int, needed: int) -> int:
+        """Note the bytes of the weights, and return the cap.
+
+        Raises:
+            ConfigError: the weights and the `needed` bytes of KV do not fit under the cap.
+        """
+        fraction = self._config.speculative.memory_fraction
+        total = self._total_memory()
+        cap = int(total * fraction)
+        self._memory_bytes, self._cap_bytes = weights, cap
+        if weights + needed > cap:
+            raise ConfigError(
+                f"speculative.memory_fraction: draft weights {weights >> 20} MiB + KV of one sequence "
+                f"{needed >> 20} MiB exceed {fraction:.0%} of the device's {total >> 20} MiB = {cap >> 20} MiB; "
+                "raise the fraction or take a smaller draft"
+            )
+        return cap
 
     def _weight_bytes(self, config: ModelConfig, dtype: torch.dtype) -> int:
         """Bytes of the draft's own weights, and of the embedding tables that it makes from the target's."""

@@ -32,7 +32,7 @@ RESERVE_FRACTION = 0.02
 SAMPLED_LOGIT_BYTES, SCORED_LOGIT_BYTES = 48, 20
 """Peak bytes per logit of a row that yields a token (sort of top-p included), and of a row that scores the prompt."""
 FEATURE_BYTES = 128 << 20
-"""Hidden states that an eagle draft reads, in the shared block."""
+"""Hidden states that an eagle draft or Medusa heads read, in the shared block."""
 LEAST_CONTEXT = 4096
 """Tokens of KV cache that a plan must have room for, or max_model_len if that is shorter."""
 
@@ -120,7 +120,7 @@ def plan_memory(
     if has_draft:
         share = engine.speculative.memory_fraction
         buffer = 4 * engine.max_num_requests * max(1, engine.speculative.k) * config.vocab_size
-        features = FEATURE_BYTES if engine.speculative.method == "eagle" else 0
+        features = FEATURE_BYTES if engine.speculative.method in ("eagle", "medusa") else 0
         parts.append(Part(f"draft ({share:.0%} of the device)", int(device_bytes * share)))
         parts.append(Part("draft buffer", buffer + features))
     per_token = 2 * config.num_layers * _length(shard.kv_heads(config)) * config.head_dim * dtype.itemsize

@@ -57,7 +57,7 @@ def propose(kind: str, shape: dict[str, Any], recorder: Recorder, k: int = K) ->
     return batch, (found, probs), memory
 
 
-@pytest.mark.parametrize("kind", ["llama-1b", "eagle", "parallel"])
+@pytest.mark.parametrize("kind", ["llama-1b", "eagle", "parallel", "medusa"])
 @pytest.mark.parametrize("k", [1, K])
 def test_a_draft_request_is_read_once_at_every_k(kind: str, k: int) -> None:
     with fake_cuda() as recorder:
@@ -95,7 +95,7 @@ def test_tokens_that_are_not_drafted_for_are_not_read() -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("kind", ["llama-1b", "eagle", "parallel"])
+@pytest.mark.parametrize("kind", ["llama-1b", "eagle", "parallel", "medusa"])
 def test_a_step_over_drafts_that_the_host_has_not_seen_waits_once(target: str, kind: str) -> None:
     """Every mode in one step; requests with options have their drafted tokens on the host as well."""
     shape, tp = TARGETS[target]

@@ -13,6 +13,7 @@ from fake_cuda import CUDA
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights import WHOLE, ShardSpec
 from engine.config import CUDA_PAGE
+from engine.medusa.heads import MedusaHeads
 from engine.model.attention import make_attention
 from engine.model.collectives import Collectives, Solo
 from engine.model.decoder import Decoder, LayerCache
@@ -96,3 +97,21 @@ def fake_eagle(shape: dict[str, Any], *, is_parallel: bool = False) -> tuple[Eag
         mask=weight(hidden) if is_parallel else None,
     )
     return head, decoder, caches
+
+
+def fake_medusa(shape: dict[str, Any], *, num_heads: int) -> MedusaHeads:
+    """Medusa heads with an output layer each, for a target of this shape."""
+    hidden, vocab = shape["hidden_size"], shape["vocab_size"]
+
+    def weight(*size: int) -> torch.Tensor:
+        return torch.empty(*size, dtype=torch.bfloat16, device=CUDA)
+
+    return MedusaHeads(
+        config=ModelConfig.parse({"medusa_num_heads": num_heads, "hidden_size": hidden, "vocab_size": vocab}),
+        norm=RmsNorm(weight(hidden), 1e-5),
+        blocks=tuple((make_linear(weight(hidden, hidden), weight(hidden)),) for _ in range(num_heads)),
+        outputs=tuple(make_linear(weight(vocab, hidden)) for _ in range(num_heads)),
+        draft_vocab=None,
+        device=CUDA,
+        num_bytes=0,
+    )

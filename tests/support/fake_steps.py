@@ -12,7 +12,7 @@ import torch
 import xgrammar
 from byte_grammar import BYTE_VOCAB, END
 from fake_cuda import CUDA, Recorder
-from fake_models import NUM_BLOCKS, fake_decoder, fake_eagle
+from fake_models import NUM_BLOCKS, fake_decoder, fake_eagle, fake_medusa
 from model_shapes import LLAMA_1B
 from torch._C._distributed_c10d import FakeProcessGroup
 
@@ -25,6 +25,7 @@ from engine.draft.architectures import EagleArchitecture, PlainArchitecture
 from engine.draft.messages import DraftRequestRow
 from engine.draft.parallel import ParallelEagleArchitecture
 from engine.draft.proposer import Proposer
+from engine.medusa.architecture import MedusaArchitecture
 from engine.messages import GrammarSpec, SamplingParams, Submit
 from engine.model.collectives import Group
 from engine.sampling.grammar import Grammars
@@ -98,6 +99,10 @@ def batch_of(samplings: list[SamplingParams], k: int, *, vocab_size: int | None 
 def fake_proposer(kind: str, shape: dict[str, Any], **options: Any) -> tuple[Proposer, torch.Tensor | None]:
     """A draft of a target of this shape, and the target's features that it reads."""
     pool = BlockPool(NUM_BLOCKS, CUDA_PAGE, prefix_cache=False, ahead=1 if kind in EAGLES else 0)
+    if kind == "medusa":
+        features = torch.empty(100, shape["hidden_size"], dtype=torch.bfloat16, device=CUDA)
+        heads = MedusaArchitecture(fake_medusa(shape, num_heads=K))
+        return Proposer(heads, pool, vocab=None, max_model_len=4096, **options), features
     if kind in EAGLES:
         head, decoder, caches = fake_eagle(shape, is_parallel=kind == "parallel")
         features = torch.empty(100, head.feature_width, dtype=torch.bfloat16, device=CUDA)
@@ -122,7 +127,7 @@ def request_rows(kind: str, batch: Batch, k: int = K) -> list[DraftRequestRow]:
             (1, 2, 3),
             k,
             RowSampling(s.temperature, s.top_p, 1, 1, s.seed is not None, s.top_k, s.min_p),
-            feature_rows=(-1, 0, 1) if kind in EAGLES else (),
+            feature_rows=(-1, 0, 1) if kind in (*EAGLES, "medusa") else (),
         )
         for span in batch.spans
         for s in [span.request.submit.sampling]

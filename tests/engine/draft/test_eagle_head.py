@@ -206,7 +206,7 @@ def changed_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) ->
         (changed_config(feature_layers=[0, 7]), r"feature_layers: it reads layers \[0, 7\], the target has 0 to 1"),
         (changed_config(feature_layers=[1, 0]), r"feature_layers: \[1, 0\] given, allowed is an ascending list"),
         (changed_config(feature_layers=[1]), r"eagle\.fuse\.weight has shape \[32, 64\], but .* implies \[32, 32\]"),
-        (changed_config(architecture="medusa"), r"architecture: 'medusa' is not supported"),
+        (changed_config(architecture="hydra"), r"architecture: 'hydra' is not supported"),
         (
             changed_tensor("draft_vocab", lambda ids: ids + 20),
             r"draft_vocab .* within \[0, 96\), given are 47 from 23 to 115",

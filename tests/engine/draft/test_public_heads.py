@@ -164,7 +164,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"speculators_model_type": "eagle"}, "speculators_model_type: 'eagle' is not supported"),
     ({"architectures": ["DFlashDraftModel"]}, "names a DFlash draft, which is not supported"),
     ({"architectures": ["EagleLlamaForCausalLM"], "draft_vocab_size": ...}, "names EAGLE-1 or EAGLE-2"),
-    ({"medusa_num_heads": 4}, "medusa_num_heads in its config.json means a Medusa draft"),
     ({"ptd_token_id": 4}, "ptd_token_id in its config.json means P-EAGLE"),
     ({"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config.use_aux_hidden_state: False is not supported"),
     ({"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}, r"\[0, 2, 3\] given, allowed is a list of different layer"),

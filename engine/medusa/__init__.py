@@ -1,0 +1,1 @@
+"""Medusa heads: their forward, and drafting with them."""
