@@ -28,6 +28,7 @@ def request_of(key: int) -> Request:
         ("ngram", [0.4, 0.6, 0.7, 0.7]),
         ("draft_model", [0.75] * 4),
         ("eagle", [0.75] * 4),
+        ("medusa", [0.75] * 4),
     ],
 )
 def test_acceptance_rates_before_the_first_observation(method: str, rates: list[float]) -> None:

@@ -13,6 +13,7 @@ from autoscale.simulation import planning
 from autoscale.simulation.gpus import GPUS, Cluster, parse_gpus
 from autoscale.simulation.planning import Plan, Traffic, plan_cpu, plan_gpus
 from autoscale.simulation.shapes import SHAPES, draft_forward, eagle_of, shape_of, target_forward
+from engine.checkpoint.draft_check import fit_medusa
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights import WHOLE, ShardSpec
 from engine.config import EngineConfig
@@ -68,6 +69,20 @@ def test_a_pass_of_an_eagle_draft_reads_one_layer_its_head_and_two_projections()
     layer = 4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 14_336 + 2 * 4096
     expected = layer + 32_768 * 4096 + 4096 + 2 * 4096 * 4096
     assert draft_forward(eagle_of(target)).read_bytes == 2 * expected
+
+
+def test_a_pass_of_medusa_heads_reads_their_blocks_and_outputs() -> None:
+    target = shape_of("llama-3.1-8b")
+    values = {"medusa_num_heads": 4, "medusa_num_layers": 2}
+    apart = fit_medusa(ModelConfig.parse(values), target)
+    assert draft_forward(apart).read_bytes == 2 * (4 * 2 * 4096**2 + 4 * 128_256 * 4096)
+    sizes = {"vocab_size": 128_256, "hidden_size": 4096, "truncated_vocab_size": 32_768, "original_lm_head": True}
+    shared = fit_medusa(ModelConfig.parse(values | sizes), target)
+    assert draft_forward(shared).read_bytes == 2 * (4 * 2 * 4096**2 + 32_768 * 4096)
+    engine = settings(speculative={"draft": "d"})
+    with pytest.raises(ConfigError, match=r"draft: its weights take 4\.5 GB"):
+        plan_gpus(engine, target, apart, parse_gpus("L4"), TRAFFIC)
+    assert plan_gpus(engine, target, shared, parse_gpus("H200"), TRAFFIC).points
 
 
 def test_the_step_of_one_stream_waits_for_memory() -> None:
