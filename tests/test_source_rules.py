@@ -30,6 +30,7 @@ WALL_CLOCK = {
     "deployments/http/generate.py": "`created` of an answer",
     "deployments/http/responses_route.py": "`created_at` of a response",
     "deployments/monitoring/replica_observer.py": "start time, a metric",
+    "deployments/lora/adapters.py": "`created` of an adapter",
     "deployments/replica.py": "`created` of the model",
     "deployments/monitoring/timelines.py": "when a request arrived, for traces",
 }
