@@ -26,7 +26,7 @@ from engine.core.request import Request
 from engine.core.stats import StepStats
 from engine.core.step import Batch, Draft, DraftRow, Verdict
 from engine.draft.first_of import FirstOf
-from engine.draft.ngram import NgramDrafter
+from engine.lookup.ngram import NgramDrafter
 from engine.messages import SamplingParams, Submit
 from engine.sampling.distribution import Purpose, draw, gumbel, stream_seed, warp
 from engine.sampling.row_sampling import RowSampling

@@ -18,7 +18,7 @@ from toy_requests import prompts
 from tree_drafts import RandomTrees
 
 from engine.core.drafter import Drafter, NoDrafter
-from engine.draft.ngram import NgramDrafter
+from engine.lookup.ngram import NgramDrafter
 from engine.messages import SamplingParams, SpeculativeOptions, Submit
 
 VOCAB = 7

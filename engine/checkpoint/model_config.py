@@ -27,9 +27,9 @@ from engine.checkpoint.families import (
 )
 from engine.checkpoint.medusa_config import MedusaVariant, is_medusa, medusa_fields
 from engine.checkpoint.public_draft import Eagle3Variant, is_public, translate
-from engine.checkpoint.quantization import Quantization
 from engine.checkpoint.rope_config import RopeScaling, read_rope
 from engine.errors import ConfigError
+from engine.quantization.config import Quantization
 
 SINGLE_FILE = "model.safetensors"
 """Weights of a model that fit into one file."""

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from engine.checkpoint.codes import has_codes, read_codes
-from engine.checkpoint.dequantize import IGNORED, dequantise, is_quantised
 from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.quantised import Quantised, Rows
-from engine.checkpoint.quantization import Quantization
 from engine.checkpoint.weight_folder import file_names, open_weights
 from engine.errors import ConfigError
 from engine.gguf.codes import Codes
 from engine.gguf.tensors import GGUFTensors
+from engine.quantization.codes import has_codes, read_codes
+from engine.quantization.config import Quantization
+from engine.quantization.dequantize import IGNORED, dequantise, is_quantised
+from engine.quantization.weight import Quantised, Rows
 
 SCALE_SUFFIX = ".int8_scale"
 """Suffix of the tensor with the float32 scale of each row of an int8 tensor."""

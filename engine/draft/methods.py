@@ -7,9 +7,9 @@ from engine.core.drafter import Drafter, NoDrafter
 from engine.draft.adversarial import WrongDrafter
 from engine.draft.first_of import FirstOf
 from engine.draft.grammar import GrammarDrafter
-from engine.draft.ngram import NgramDrafter
 from engine.draft.remote import RemoteDrafter
-from engine.draft.shared_text import SharedText
+from engine.lookup.ngram import NgramDrafter
+from engine.lookup.shared_text import SharedText
 
 __all__ = ["make_drafter"]
 

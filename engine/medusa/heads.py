@@ -11,7 +11,6 @@ The tokens of a draft are independent of each other given the text, so each is d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from engine.checkpoint.draft_check import check_draft
+from engine.checkpoint.draft_vocab import read_draft_vocab
 from engine.checkpoint.medusa_config import TOKEN_MAP, file_names, tensor_name
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights import WHOLE, WeightFiles
@@ -28,8 +28,6 @@ from engine.model.device import Compute, KernelKind
 from engine.model.layers import Linear, RmsNorm, make_linear
 from engine.model.shard_weights import Loader
 from engine.sampling.staging import to_device
-
-_INTEGERS = (torch.int64, torch.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,16 +200,6 @@ class _Reader:
         config = self._config
         if config.draft_vocab_size is None:
             return None
-        ids = self._files.read(TOKEN_MAP, (config.draft_vocab_size,))
-        if ids.dtype not in _INTEGERS:
-            raise ConfigError(f"model: tensor {TOKEN_MAP} is of type {ids.dtype}; allowed: int64, int32")
-        _check_ids(ids.tolist(), config.vocab_size)
-        return ids.long()
-
-
-def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
-    if min(ids) < 0 or max(ids) >= vocab_size or len(set(ids)) != len(ids):
-        raise ConfigError(
-            f"model: {TOKEN_MAP} must hold distinct token ids within [0, {vocab_size}), "
-            f"given are {len(ids)} from {min(ids)} to {max(ids)}"
+        return read_draft_vocab(
+            self._files, TOKEN_MAP, config.draft_vocab_size, vocab_size=config.vocab_size, are_offsets=False
         )

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 
 from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.quantised import Quantised
 from engine.checkpoint.weights import ShardSpec
 from engine.core.step import ForwardInput, ForwardResult
 from engine.model.attention import Attention
@@ -28,6 +27,7 @@ from engine.model.device import Compute
 from engine.model.layers import Block, GatedMlp, Linear, RmsNorm
 from engine.model.native.matrices import PackedWeights
 from engine.model.rope import Rope, Rotation
+from engine.quantization.weight import Quantised
 from engine.sampling.staging import to_device
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.checkpoint.families import Activation
-from engine.checkpoint.quantised import Quantised
+from engine.quantization.weight import Quantised
 
 LinearKind = Literal["auto", "reference"]
 

@@ -24,10 +24,11 @@ from engine.model.collectives import Collectives, Solo
 from engine.model.decoder import Decoder, DecoderWeights
 from engine.model.device import Compute, KernelKind
 from engine.model.eagle_head import Eagle3Decoder, Eagle3Head, EagleHead
+from engine.model.eagle_weights import EagleLoader
 from engine.model.native import NativeUnavailable, load_library
+from engine.model.native.decoder import NativeDecoder
 from engine.model.native.limits import check_native
 from engine.model.native.matrices import PackedWeights
-from engine.model.native_decoder import NativeDecoder
 from engine.model.shard_weights import EMBEDDING, Loader
 
 __all__ = ["Decoder", "LoadedDraft", "Model", "load_draft", "load_model"]
@@ -131,7 +132,7 @@ def load_draft(
     head: EagleHead | Eagle3Head | None = None
     if config.architecture == "eagle":
         with torch.inference_mode():
-            loader = Loader(config, files, compute, shard=WHOLE, linear=compute.layers)
+            loader = EagleLoader(config, files, compute, shard=WHOLE, linear=compute.layers)
             head = loader.eagle_head() if config.eagle3 is None else loader.eagle3_head()
     decoder = _load_decoder(
         config,

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import torch
 
+from engine.checkpoint.draft_vocab import read_draft_vocab
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.public_draft import UNUSED_TENSORS
-from engine.checkpoint.quantised import Quantised, Weight, stacked_rows
 from engine.checkpoint.weights import ShardSpec, WeightFiles
 from engine.errors import ConfigError
 from engine.model.decoder import DecoderWeights, Layer
 from engine.model.device import Compute
-from engine.model.eagle_head import Eagle3Head, EagleHead
 from engine.model.layers import Block, Experts, GatedMlp, Linear, LinearKind, RmsNorm, make_linear
+from engine.quantization.weight import Quantised, Weight, stacked_rows
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -99,58 +99,6 @@ class Loader:
             ConfigError: it is missing, or has another shape than the config implies.
         """
         return self._norm("model.norm.weight", self._config.hidden_size)
-
-    def eagle_head(self) -> EagleHead:
-        """Read the input projections of an EAGLE draft. Must be called before `decoder`.
-
-        Raises:
-            ConfigError: a tensor is missing, or has another shape than the config implies.
-        """
-        config = self._config
-        hidden, num_layers = config.hidden_size, len(config.feature_layers)
-        fuse, _ = self._part("eagle.fuse", (hidden, num_layers * hidden), bias=False)
-        token, _ = self._part("eagle.token", (hidden, hidden), bias=False)
-        carry, _ = self._part("eagle.carry", (hidden, hidden), bias=False)
-        token_norm, project = self._norm("eagle.token_norm.weight", hidden), self._make(token, None)
-        mask = None
-        if config.positions_per_pass > 1:
-            embedding, state = (self._read(f"eagle.mask_{name}", (hidden,)) for name in ("embedding", "state"))
-            mask = project.plus(token_norm(embedding[None]), state[None])[0]
-        return EagleHead(
-            feature_norm=self._read("eagle.feature_norm.weight", (num_layers, hidden)),
-            fuse=self._make(fuse, None),
-            token_norm=token_norm,
-            token=project,
-            carry_norm=self._norm("eagle.carry_norm.weight", hidden),
-            carry=self._make(carry, None),
-            eps=config.rms_norm_eps,
-            mask=mask,
-        )
-
-    def eagle3_head(self) -> Eagle3Head:
-        """Read the input of a public EAGLE-3 head. Must be called before `decoder`.
-
-        Raises:
-            ConfigError: a tensor is missing, or has another shape than the config implies.
-        """
-        config, variant = self._config, self._config.eagle3
-        if variant is None:
-            raise ConfigError(f"draft: {self._files.folder} is not an EAGLE-3 head in a public layout")
-        hidden, width = config.hidden_size, variant.num_features * variant.feature_size
-        fuse, _ = self._part("fc", (hidden, width), bias=False)
-        feature_norms: tuple[RmsNorm, ...] = ()
-        if variant.norm_before_fc:
-            feature_norms = (self._norm("input_norm.weight", width),)
-        elif variant.fc_norm:
-            names = (f"fc_norm.{index}.weight" for index in range(variant.num_features))
-            feature_norms = tuple(self._norm(name, variant.feature_size) for name in names)
-        return Eagle3Head(
-            feature_norms=feature_norms,
-            fuse=self._make(fuse, None),
-            token_norm=self._norm("model.layers.0.input_layernorm.weight", hidden),
-            output_norm=self._norm("model.norm.weight", hidden) if variant.norm_output else None,
-            feature_width=width,
-        )
 
     def _embedding(self, target_folder: Path | None) -> Weight:
         config, files = self._config, self._files
@@ -259,15 +207,11 @@ class Loader:
         name = DRAFT_VOCAB if config.eagle3 is None else DRAFT_TO_TARGET
         if config.eagle3 is not None and config.draft_vocab_size == config.vocab_size and name not in self._files:
             return None
-        ids = self._files.read(name, (config.draft_vocab_size,))
-        if ids.dtype not in (torch.int64, torch.int32):
-            raise ConfigError(f"model: tensor {name} is of type {ids.dtype}; allowed: int64, int32")
-        ids = ids.long() if config.eagle3 is None else ids.long() + torch.arange(ids.numel())
-        if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(set(ids.tolist())) != ids.numel():
-            raise ConfigError(
-                f"model: {name} must hold distinct token ids within [0, {config.vocab_size}), "
-                f"given are {ids.numel()} from {int(ids.min())} to {int(ids.max())}"
-            )
+        ids = read_draft_vocab(
+            *(self._files, name, config.draft_vocab_size),
+            vocab_size=config.vocab_size,
+            are_offsets=config.eagle3 is not None,
+        )
         return ids.to(self._compute.device)
 
     def _part(

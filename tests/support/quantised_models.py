@@ -1,6 +1,6 @@
 """Small random checkpoints in each quantised format, and the plain checkpoint of the same, dequantised weights.
 
-The packers follow the formats' public definitions; `engine.checkpoint.dequantize` names them. Each returns the stored
+The packers follow the formats' public definitions; `engine.quantization.dequantize` names them. Each returns the stored
 tensors and the float32 weight that they stand for, computed from the integers before packing.
 """
 

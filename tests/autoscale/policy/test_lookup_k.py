@@ -24,7 +24,7 @@ from engine.core.stats import RowOutcome, StepStats
 from engine.core.step import Batch, Span
 from engine.draft.first_of import FirstOf
 from engine.draft.grammar import GrammarDrafter
-from engine.draft.ngram import NgramDrafter
+from engine.lookup.ngram import NgramDrafter
 from engine.messages import WORKLOADS, SamplingParams, Submit
 
 MAX_K = 6

@@ -20,8 +20,8 @@ from toy_requests import asked_again, submits_lists
 from engine.core.drafter import Drafter, NoDrafter
 from engine.core.step import ForwardInput, ForwardResult
 from engine.draft.first_of import FirstOf
-from engine.draft.ngram import NgramDrafter
 from engine.errors import ConfigError, ShardDown
+from engine.lookup.ngram import NgramDrafter
 from engine.messages import SamplingParams, SpeculativeOptions, Submit
 
 VOCAB = 7

@@ -10,7 +10,7 @@ from engine.core.drafter import empty_rows
 from engine.core.request import Request
 from engine.core.step import Batch, Draft, DraftRow, Span, Verdict
 from engine.draft.first_of import FirstOf
-from engine.draft.ngram import NgramDrafter
+from engine.lookup.ngram import NgramDrafter
 from engine.messages import SamplingParams, Submit
 
 

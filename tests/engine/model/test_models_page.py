@@ -6,8 +6,8 @@ import pytest
 from model_table import BOUND, FAMILY_ROWS, PAGE, TABLES, body, rows
 
 from engine.checkpoint.families import FAMILIES
-from engine.checkpoint.quantization import METHODS
 from engine.gguf.tokenizer import PRE_TOKENIZERS
+from engine.quantization.config import METHODS
 
 
 @pytest.mark.parametrize("table", TABLES)

@@ -30,7 +30,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.model.load import load_model
 from engine.model.native import NativeUnavailable, library, load_library
-from engine.model.native_decoder import NativeDecoder
+from engine.model.native.decoder import NativeDecoder
 from engine.model.runner import ModelRunner
 
 SIZES = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 64, "num_attention_heads": 6}

@@ -24,8 +24,8 @@ from engine.checkpoint.store import gguf_folder
 from engine.checkpoint.weights import SCALE_SUFFIX
 from engine.gguf.codes import SPLITTERS, Codes, split_blocks, stacked
 from engine.model.load import load_model
+from engine.model.native.decoder import NativeDecoder
 from engine.model.native.matrices import Matrices
-from engine.model.native_decoder import NativeDecoder
 from engine.model.runner import ModelRunner
 
 KINDS = {kind.name: kind for kind in SPLITTERS}

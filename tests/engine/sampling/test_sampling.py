@@ -26,7 +26,7 @@ from engine.core.drafter import Drafter, NoDrafter
 from engine.draft.first_of import FirstOf
 from engine.draft.grammar import GrammarDrafter
 from engine.draft.messages import decode_options, encode_options
-from engine.draft.ngram import NgramDrafter
+from engine.lookup.ngram import NgramDrafter
 from engine.messages import GrammarSpec, SamplingParams, SpeculativeOptions, Submit
 from engine.sampling.distribution import warp
 from engine.sampling.logits_processor import BatchLogitsProcessor, Columns, LogitsProcessor

@@ -13,7 +13,7 @@ from engine.core.drafter import empty_rows
 from engine.core.pacing import MAX_MATCH_LEN, match_class
 from engine.core.request import Request
 from engine.core.step import Batch, Draft, DraftRow, Verdict
-from engine.draft.shared_text import SharedText
+from engine.lookup.shared_text import SharedText
 
 SHARED_MATCH_LEN = 2
 """Length that a match in another request's text is counted as: it continues as often as a match of this length within

@@ -1,15 +1,15 @@
 """Quantised weights of Hugging Face checkpoints as codes, for kernels that multiply them as they are.
 
-Owns the conditions under which a layout has that form. `engine.checkpoint.dequantize` reads the tensors.
+Owns the conditions under which a layout has that form. `engine.quantization.dequantize` reads the tensors.
 """
 
 from __future__ import annotations
 
 import torch
 
-from engine.checkpoint.dequantize import Tensors, column_groups, stored_part
-from engine.checkpoint.quantization import Quantization
 from engine.gguf.codes import Codes
+from engine.quantization.config import Quantization
+from engine.quantization.dequantize import Tensors, column_groups, stored_part
 
 CODE_BLOCK = 16
 """Columns with one scale are a multiple of it."""

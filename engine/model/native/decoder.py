@@ -23,7 +23,7 @@ from engine.core.step import ForwardInput, ForwardResult
 from engine.gguf.codes import stacked
 from engine.model.decoder import DecoderWeights, Layer, LayerCache, dense_mlp
 from engine.model.layers import Linear, PlainLinear, QuantisedLinear, make_linear
-from engine.model.native import LayerWeights, NativeForward, Shape, load_library
+from engine.model.native.library import LayerWeights, NativeForward, Shape, load_library
 from engine.model.native.limits import check_native
 from engine.model.native.matrices import Matrices, PackedWeights
 from engine.model.rope import attention_factor, inverse_frequencies

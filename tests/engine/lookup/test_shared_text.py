@@ -10,8 +10,8 @@ from fakes import FixedPacer, ToyEngine, ToyModel
 from engine.core.drafter import NoDrafter
 from engine.core.request import Request
 from engine.core.step import Batch, Span, Verdict
-from engine.draft.ngram import SHARED_MATCH_LEN, NgramDrafter
-from engine.draft.shared_text import ANCHOR, BYTES_PER_TOKEN, MAX_MATCH, Found, SharedText
+from engine.lookup.ngram import SHARED_MATCH_LEN, NgramDrafter
+from engine.lookup.shared_text import ANCHOR, BYTES_PER_TOKEN, MAX_MATCH, Found, SharedText
 from engine.messages import SamplingParams, Submit
 
 SMALL = 1024 * BYTES_PER_TOKEN

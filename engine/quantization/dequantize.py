@@ -16,8 +16,8 @@ from typing import Protocol
 
 import torch
 
-from engine.checkpoint.quantization import Quantization, Scheme
 from engine.errors import ConfigError
+from engine.quantization.config import Quantization, Scheme
 
 IGNORED = (".input_scale", ".input_zero_point", ".output_scale", ".activation_scale", ".k_scale", ".v_scale")
 """Suffixes of tensors that only quantised activations or a quantised KV cache need."""

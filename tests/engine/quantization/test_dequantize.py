@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB, reference_logits, run_cuts, write_model
 
 from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.quantization import Quantization
 from engine.checkpoint.weights import WeightFiles
 from engine.errors import ConfigError
 from engine.model.load import load_model
 from engine.model.runner import ModelRunner
+from engine.quantization.config import Quantization
 
 TOLERANCE = 1e-4
 MODULE = "model.layers.1.mlp.down_proj"
@@ -84,8 +84,8 @@ def test_the_load_says_what_it_does_and_what_memory_it_takes(
         load_model(quantised)
     (line,) = [record.getMessage() for record in caplog.records if "quantised" in record.getMessage()]
     assert re.fullmatch(
-        r"quantised weights \(compressed-tensors 8-bit integers\) are dequantised once to bfloat16: "
-        r"0\.\d{3} GB in the files, 0\.\d{3} GB in memory; activations and the KV cache stay unquantised",
+        r"quantised weights \(compressed-tensors 8-bit integers\), 0\.\d{3} GB in the files, are dequantised once to "
+        r"bfloat16: 0\.\d{3} GB in memory; activations and the KV cache stay unquantised",
         line,
     )
 

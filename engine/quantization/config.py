@@ -1,7 +1,7 @@
 """The meaning of `quantization_config` in a config.json: how the weights of a checkpoint are stored.
 
 Owns the list of supported formats and the refusals. A layout that is not supported raises an error that names it and
-the remedy. Knows no tensors: `engine.checkpoint.dequantize` does the arithmetic. Formats:
+the remedy. Knows no tensors: `engine.quantization.dequantize` does the arithmetic. Formats:
 https://github.com/vllm-project/compressed-tensors, https://github.com/AutoGPTQ/AutoGPTQ,
 https://github.com/casper-hansen/AutoAWQ, and `FineGrainedFP8Config` of transformers.
 """

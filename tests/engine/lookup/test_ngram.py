@@ -9,7 +9,7 @@ import pytest
 from engine.core.pacing import MAX_MATCH_LEN
 from engine.core.request import Request
 from engine.core.step import Batch, Span
-from engine.draft.ngram import NgramDrafter
+from engine.lookup.ngram import NgramDrafter
 from engine.messages import SamplingParams, Submit
 
 
