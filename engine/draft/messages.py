@@ -49,11 +49,11 @@ class DraftRequestRow:
     """Penalties, stop tokens and grammar. Sent once, with `start` 0; None where all are neutral."""
     exit_threshold: float = 0.0
     """Early exit: drafting stops when the cumulative confidence falls below this. 0 never stops."""
-    width: int = 1
-    """Most children of a node, and most nodes of a level that get children; 1 drafts a chain."""
     feature_rows: tuple[int, ...] = ()
     """Per new token, the row of the feature ring with the features of the position before it; -1 where the ring does
     not hold them. Empty for a draft that reads no features."""
+    width: int = 1
+    """Most children of a node, and most nodes of a level that get children; 1 drafts a chain."""
 
     def __post_init__(self) -> None:
         sampling = self.sampling
