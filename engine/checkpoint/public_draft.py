@@ -74,7 +74,10 @@ def translate(values: Mapping[str, Any]) -> tuple[dict[str, Any], Eagle3Variant]
     layer = values.get("transformer_layer_config", values)
     if not isinstance(layer, dict):
         raise ConfigError(f"transformer_layer_config: {layer!r} is not an object")
-    if "sliding_attention" in (layer.get("layer_types") or ()):
+    layer_types = layer.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        raise ConfigError(f"layer_types: {layer_types!r} is not a list")
+    if "sliding_attention" in layer_types:
         raise ConfigError("layer_types: sliding_attention is not supported in an EAGLE-3 head; allowed: full_attention")
     layers = _feature_layers(values)
     norms = {key: _flag(values, key) for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
