@@ -12,6 +12,7 @@ from msgspec import structs
 from engine.draft.messages import REASONS, DraftRequestRow, DraftResponseRow, decode_options, encode_options
 from engine.sampling.penalties import TokenOptions
 from engine.sampling.row_sampling import RowSampling
+from engine.tree import MAX_WIDTH
 
 SAMPLING = RowSampling(temperature=1.0, top_p=1.0, stream_key=0, attempt=0, coupled=False)
 ROW = DraftRequestRow(5, 0, (1, 2), 3, SAMPLING)
@@ -97,6 +98,21 @@ def test_confidences_of_a_response_row() -> None:
     ):
         with pytest.raises(ValueError, match=f"draft response row: .*{message}"):
             DraftResponseRow((1, 2), confidences)
+
+
+def test_parents_and_width_within_their_bounds() -> None:
+    assert DraftResponseRow((1, 2), parents=(-1, -1)).parents == (-1, -1)
+    for values, message in (
+        ({"parents": (-1,)}, "1 parents for 2 tokens"),
+        ({"parents": (-1, 1)}, "node 1 has parent 1, allowed are -1..0"),
+        ({"parents": (-2, -1)}, "node 0 has parent -2"),
+        ({"parents": (-1, -1), "num_on_device": 2}, "2 parents for 2 tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DraftResponseRow((1, 2), **values)  # type: ignore[arg-type]
+    for width in (0, MAX_WIDTH + 1):
+        with pytest.raises(ValueError, match=f"width {width} is not within 1 and {MAX_WIDTH}"):
+            dataclasses.replace(ROW, width=width)
 
 
 def test_an_unknown_reason_is_refused() -> None:

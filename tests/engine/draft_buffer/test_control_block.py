@@ -15,6 +15,7 @@ from engine.draft_buffer.layout import block_bytes
 from engine.messages import GrammarKind, GrammarSpec
 from engine.sampling.penalties import TokenOptions
 from engine.sampling.row_sampling import RowSampling
+from engine.tree import MAX_WIDTH
 
 int64s = st.integers(-(2**63), 2**63 - 1)
 finite = st.floats(-1e6, 1e6)
@@ -49,6 +50,7 @@ def request_rows(draw: st.DrawFn) -> DraftRequestRow:
             min_p=draw(st.floats(0, 1)),
         ),
         options=draw(st.none() | token_options) if start == 0 else None,
+        width=draw(st.integers(1, MAX_WIDTH)),
     )
 
 
@@ -59,9 +61,9 @@ def responses(draw: st.DrawFn, rows: list[DraftRequestRow]) -> list[DraftRespons
         token_ids = draw(st.lists(st.integers(0, 999), max_size=row.k))
         size = draw(st.sampled_from([0, len(token_ids)]))
         confidences = draw(st.lists(st.floats(0, 1), min_size=size, max_size=size))
-        response.append(
-            DraftResponseRow(tuple(token_ids), tuple(confidences), draw(st.booleans()), draw(st.sampled_from(REASONS)))
-        )
+        parents = tuple(draw(st.integers(-1, node - 1)) for node in range(draw(st.sampled_from([0, len(token_ids)]))))
+        values = (tuple(token_ids), tuple(confidences), draw(st.booleans()), draw(st.sampled_from(REASONS)))
+        response.append(DraftResponseRow(*values, parents=parents))
     return response
 
 

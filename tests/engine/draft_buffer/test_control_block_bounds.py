@@ -271,3 +271,16 @@ def test_the_reader_refuses_a_block_with_another_fixed_word(block: DraftBlock, i
     for read in (lambda: block.read_request(SEQ), lambda: block.read_response(SEQ, [2, 2, 2]), block.check_fixed):
         with pytest.raises(CorruptBlock, match=f"^{name} is "):
             read()
+
+
+def test_parents_that_are_no_tree_are_refused(block: DraftBlock) -> None:
+    block.write_request(SEQ, ROWS, RELEASED)
+    request = block.read_request(SEQ)
+    tree = dataclasses.replace(RESPONSE[0], parents=(-1, -1))
+    block.write_response(request, [RESPONSE[0], tree, RESPONSE[2]], 0.5)
+    assert block.read_response(SEQ, [2, 2, 2]).rows == (RESPONSE[0], tree, RESPONSE[2])
+    for place, wrong in ((2, 0), (2, -2), (3, 1), (3, 2**30)):  # The second row has places 2 and 3.
+        block._arrays.parents[2:4] = (-1, -1)
+        block._arrays.parents[place] = wrong
+        with pytest.raises(CorruptBlock, match="parents: node"):
+            block.read_response(SEQ, [2, 2, 2])
