@@ -14,6 +14,7 @@ drawn at a node: such trees have a fixed shape, a chain with siblings.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -110,7 +111,7 @@ class TreeSearch:
 
         Args:
             tokens: of each node of the frontier, its candidates in the order in which they are tried.
-            confidences: of the candidates; 0 where there is none.
+            confidences: of the candidates; NaN where there is none, and 0 for a later one that q excludes.
         """
         self._num_before = len(self._nodes)
         threshold = self.row.request_row.exit_threshold
@@ -118,7 +119,7 @@ class TreeSearch:
         for parent, candidates, certain in zip(self.frontier, tokens, confidences, strict=True):
             above = self._nodes[parent].score if parent >= 0 else 1.0
             for rank, (token, confidence) in enumerate(zip(candidates, certain, strict=False)):
-                if rank >= most or not confidence > 0:
+                if rank >= most or math.isnan(confidence) or (rank > 0 and confidence == 0):
                     break
                 if rank > 0 and self._is_dynamic and above * confidence < threshold:
                     break
@@ -230,7 +231,7 @@ def draft_trees(
         chosen, certain = chooser.candidates(owners, outputs.logits, probs, depth=level, width=width)
         tokens, confidences = (values.tolist() for values in to_host([chosen, certain]))
         for impossible in [index for index, is_possible in enumerate(possible) if not is_possible]:
-            confidences[impossible] = [0.0]
+            confidences[impossible] = [math.nan]
         first = 0
         for search in live:
             last = first + len(search.frontier)
