@@ -50,7 +50,7 @@ class ToyParallel(ToyEagle):
                 text = [*[int(token) for token in before], int(tokens[row])]
                 digest = hashed(int(digest), text[-1])
                 self._kv_slots[forward_input.slots[row]] = (forward_input.positions[row], text[-1], digest)
-            self._check(forward_input.block_tables[span], int(forward_input.kv_lens[span]) - masked)
+            self._check(forward_input.block_tables[span], np.arange(int(forward_input.kv_lens[span]) - masked))
             self._kv_slots[forward_input.slots[rows[-masked:] if masked else []]] = -1  # Reading one fails `_check`.
             if committed[-1] in wanted:
                 firsts.append(len(logits))

@@ -58,7 +58,7 @@ def test_arrays_have_their_capacity_and_do_not_overlap(feature_rows: int) -> Non
     for number, field in enumerate(dataclasses.fields(arrays), start=1):
         assert (getattr(arrays, field.name).view("u1") == number).all()
     assert not any(memory[: 8 * NUM_WORDS]), "the words are before all arrays"
-    last = arrays.confidences
+    last = arrays.parents
     assert memory[-last.nbytes :] == last.tobytes()
 
 

@@ -79,7 +79,7 @@ def test_the_load_says_what_it_does(tmp_path: Path, caplog: pytest.LogCaptureFix
     folder, _ = linked(tmp_path, "Q5_1")
     with caplog.at_level("INFO"):
         load_model(folder, dtype=torch.float32)
-    assert "quantised weights (GGUF Q5_1) are dequantised once to float32: 0." in caplog.text
+    assert "quantised weights (GGUF Q5_1), 0.001 GB in the files, are dequantised once to float32: 0." in caplog.text
 
 
 def test_scaled_frequencies_are_read(tmp_path: Path) -> None:
