@@ -100,7 +100,7 @@ def _num_levels(drafted: DraftRow) -> int:
 
 
 def _num_reached(drafted: DraftRow, row: RowVerdict) -> int:
-    """Depths at which the target has judged a draft token."""
+    """Depths at which the target has verified a draft token."""
     if not drafted.parents:
         return min(row.num_accepted + 1, drafted.num_tokens)
     return row.num_accepted + (row.last == "recovered")
@@ -169,7 +169,7 @@ class RowOutcome(Struct, frozen=True, gc=False):
     @property
     def reached_nodes(self) -> Sequence[int]:
         """Places of the draft that count as reached: the first, and those right after an accepted one. In a chain these
-        are the tokens that the target has judged after accepted ones."""
+        are the tokens that the target has verified after accepted ones."""
         if not self.parents:
             return range(min(self.num_accepted + 1, self.num_drafted))
         return (0, *(node + 1 for node in self.path if node + 1 < self.num_drafted))

@@ -6,7 +6,7 @@ back to the host. `engine.core.acceptance` holds the slow twin, which treats one
     span s, chain of 2   rows            first     first + 1   first + 2
                          draft tokens    t0        t1          -
                          n accepted      0: r0     1: r1       2: bonus      the row that yields the last token
-    span s, tree         node j has row first + 1 + j; its token is judged by the row of its parent
+    span s, tree         node j has row first + 1 + j; its token is verified by the row of its parent
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class DraftTable:
     """The trees; None where every draft is a chain."""
 
     def parent_rows(self) -> torch.Tensor:
-        """[S, K] int64 row that judges each token. Padding has some row of any span."""
+        """[S, K] int64 row that verifies each token. Padding has some row of any span."""
         width = self.token_ids.shape[1]
         if self.branches is None:
             return self.first_rows.unsqueeze(1) + torch.arange(width, device=self.first_rows.device)
@@ -177,7 +177,7 @@ def reject(
     q = _q_of_tokens(tokens, draft_probs).double()
     accepted = (uniforms * q < p) & (drafts.token_ids >= 0)
     if drafts.branches is not None and len(drafts.branches.forks) > 0:
-        accepted = _judge_siblings(accepted, target_probs, drafts, drafts.branches, draft_probs, uniforms)
+        accepted = _accept_siblings(accepted, target_probs, drafts, drafts.branches, draft_probs, uniforms)
     num_accepted, last_row, path = _walk(accepted, drafts)
     weights = target_probs.index_select(0, drafts.first_rows + last_row)
     if tokens.shape[1] > 0:
@@ -188,7 +188,7 @@ def reject(
     return Outcome(num_accepted, draw(weights, noise), path)
 
 
-def _judge_siblings(
+def _accept_siblings(
     accepted: torch.Tensor,
     target_probs: torch.Tensor,
     drafts: DraftTable,

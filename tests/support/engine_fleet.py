@@ -3,7 +3,7 @@
     engine_fleet.py life MODELS    one replica, three under load, a new model, the death of a node, one again
     engine_fleet.py cut MODELS     two replicas, one of them on a node that stops to respond
 
-Prints one JSON object of what was seen; the tests judge it. MODELS holds the model folders `first` and `second`. The
+Prints one JSON object of what was seen; the tests check it. MODELS holds the model folders `first` and `second`. The
 nodes are processes of this machine, each with one CPU, so each holds one replica. Paceline cannot be imported there
 except from the zip.
 """

@@ -60,8 +60,8 @@ def step_of(spans: list[Any], vocab: torch.Tensor | None, seed: int) -> tuple[to
         num_prompt_rows = 0 if sampling.num_prompt_logprobs is None else 5
         span_logits = torch.randn(num_prompt_rows + k + 1, VOCAB, generator=generator) * 3
         parents = random_parents(rng, k) if shape == "tree" else chain_parents(k)
-        judges = [num_prompt_rows + parent + 1 for parent in parents]
-        own = span_logits[judges]
+        parent_rows = [num_prompt_rows + parent + 1 for parent in parents]
+        own = span_logits[parent_rows]
         columns = own if vocab is None else own[:, vocab]
         q = torch.softmax(columns + (0.1 if close else 3.0) * torch.randn(k, width, generator=generator), -1)
         tokens = torch.zeros(k, dtype=torch.long)
