@@ -27,6 +27,9 @@ from engine.lora.adapter_files import read_adapter
 from engine.messages import AdapterRef
 
 PATIENCE_S = 30.0
+"""Seconds to wait for a target that serves."""
+DRAIN_S = 2.0
+"""Seconds to wait for the place of an adapter that was unloaded before."""
 _log = logging.getLogger(__name__)
 
 
@@ -107,6 +110,9 @@ class Adapters:
                     f"lora_name: a model {name!r} is served already; unload it first", field="lora_name"
                 )
             most = self._settings.max_loras
+            if self._draining and len(self._wanted) + len(self._draining) >= most:
+                # One that was unloaded just now and has no requests is freed in a moment.
+                await asyncio.wait(self._draining.values(), timeout=DRAIN_S, return_when=asyncio.FIRST_COMPLETED)
             if len(self._wanted) + len(self._draining) >= most:
                 raise InvalidRequest(
                     f"lora_name: {most} adapters are held, engine.lora.max_loras allows no more; unloaded ones count "

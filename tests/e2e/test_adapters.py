@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ from deployments.local.yaml_config import DEFAULT_FILE
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.store import resolve_model
 from engine.lora.adapter_files import module_shapes
+from engine.metrics.definitions import METRICS
 
 pytestmark = pytest.mark.ray
 
@@ -111,6 +113,14 @@ def test_an_adapter_comes_and_goes_under_load(server: Server, client: openai.Ope
                 ask(client, "extra")
         texts = [future.result() for future in load]
     assert texts == [expected[name] for name in expected for _ in range(6)]
+
+
+def test_metrics_name_the_adapters(server: Server, client: openai.OpenAI) -> None:
+    ask(client, "one")
+    metrics = httpx.get(f"{server.url}/metrics", timeout=10).text
+    for metric in METRICS:
+        if metric.name.startswith("paceline_adapter_"):
+            assert re.search(rf'^{metric.name}{{[^}}]*adapter="one"', metrics, re.MULTILINE), metric.name
 
 
 def test_a_folder_that_does_not_fit_is_refused(server: Server, tmp_path: Path) -> None:

@@ -189,9 +189,13 @@ def life(fleet: Fleet) -> Iterator[tuple[str, Any]]:
         wait_for("new replicas only", lambda: not old & fleet.living().keys() and fleet.status() == "RUNNING")
         yield "failures_in_upgrade", [answer.text for answer in load.failures]
         yield "texts_in_upgrade", len(load.texts)
-        load.answers.clear()
-        wait_for("answers", lambda: len(load.answers) > 2 * STREAMS)
-        yield "texts_after_upgrade", len({answer.text for answer in load.answers[STREAMS:]})
+        replaced_s = time.monotonic()
+
+        def later_texts() -> list[str]:
+            return [answer.text for answer in load.answers if answer.begin_s > replaced_s]
+
+        wait_for("answers", lambda: len(later_texts()) > STREAMS)
+        yield "texts_after_upgrade", len(set(later_texts()))
         wait_for("three replicas again", lambda: len(fleet.living()) == 3)
         load.answers.clear()
         old = set(fleet.living())

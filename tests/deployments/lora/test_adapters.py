@@ -168,6 +168,17 @@ def test_adapters_are_loaded_and_dropped_while_serving(model: Path, folder: Path
     talk(model, work, max_loras=2)
 
 
+def test_the_place_of_an_unused_adapter_is_free_at_once(model: Path, folder: Path) -> None:
+    async def work(server: Server, client: httpx.AsyncClient) -> None:
+        server.target.unused.set()
+        for name in ("one", "two", "three"):
+            loaded = await client.post(LOAD, json={"lora_name": name, "lora_path": str(folder)}, headers=AUTH)
+            assert loaded.status_code == 200, loaded.text
+            assert (await client.post(UNLOAD, json={"lora_name": name}, headers=AUTH)).status_code == 200
+
+    talk(model, work, max_loras=1)
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
