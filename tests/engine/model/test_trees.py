@@ -120,14 +120,14 @@ SIZES = [(1, 1, 8), (15, 1, 5), (16, 1, 0), (33, 33, 7), (40, 3, 64), (70, 1, 20
 @pytest.mark.parametrize("kind", ["torch", "reference", pytest.param("native", marks=needs_library)])
 def test_a_node_has_the_logits_of_its_own_chain(tmp_path: Path, kind: str) -> None:
     folder = write_model(tmp_path, "qwen3", **NATIVE)
+    runner, of_chains = make_runner(folder, kind, 16), make_runner(folder, kind, 16)
     for seed in range(3):
         spans = tree_spans(random.Random(seed), SIZES, 16)
-        runner = make_runner(folder, kind, 16)
         fill(runner, spans)
         logits = runner.forward(pack_spans([span.rows() for span in spans], 16)).require_logits()
         row = 0
         for span in spans:
-            expected = logits_by_path(make_runner(folder, kind, 16), span)
+            expected = logits_by_path(of_chains, span)
             for node in range(-1, len(span.tokens)):
                 if kind == "native":
                     assert torch.equal(logits[row], expected[node]), (seed, span.parents, node)
