@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 from hypothesis import Phase, settings
 
@@ -12,4 +13,9 @@ settings.register_profile("untimed", deadline=None)  # A busy machine may take l
 settings.register_profile("mutants", deadline=None, database=None, phases=(Phase.explicit, Phase.generate))
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "untimed"))
 
-torch.set_num_threads(1)  # Small tensors are slower on more, and threads that wait on a full machine spin.
+
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> None:
+    """Small tensors are slower on more threads, which spin on a full machine. A test that starts an engine sets more."""
+    if torch.get_num_threads() != 1:
+        torch.set_num_threads(1)

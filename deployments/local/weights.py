@@ -6,15 +6,18 @@ Owns the arithmetic and the line that `paceline serve` prints. Imports no torch.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.checkpoint.medusa_config import file_names
 from engine.checkpoint.model_config import SINGLE_FILE, ModelConfig
 from engine.config import EngineConfig
 from engine.gguf import GGUF_FILE
-from engine.gguf.file import GGUFFile
 from engine.model.native import NativeUnavailable
 from engine.model.native.library import check_machine
 from engine.model.native.limits import check_native
+
+if TYPE_CHECKING:
+    from engine.gguf.file import GGUFFile
 
 MIN_KV_TOKENS = 2048
 """KV cache that has to fit where `kv_cache_tokens` is not given and takes what is free."""
@@ -57,7 +60,7 @@ def weights_line(engine: EngineConfig, folder: Path) -> str | None:
     if not _stays_packed(engine, config):
         return f"{stored}, dequantised at load to {_dtype(engine)}: {loaded} in memory"
     if config.quantization is None:
-        with GGUFFile(link) as file:
+        with _open(link) as file:
             types = ", ".join(file.quantised_types())
         form = f"packed on the native kernel ({types})" if types else "16 bits each"
         return f"{stored}, {form}: {loaded} in memory"
@@ -66,6 +69,12 @@ def weights_line(engine: EngineConfig, folder: Path) -> str | None:
 
 def _stays_packed(engine: EngineConfig, config: ModelConfig) -> bool:
     return engine.packed == "auto" and engine.device != "cuda" and native_problem(engine, config) is None
+
+
+def _open(path: Path) -> GGUFFile:
+    from engine.gguf.file import GGUFFile  # Imports numpy, which the waiting command needs for GGUF files only.
+
+    return GGUFFile(path)
 
 
 def _dtype(engine: EngineConfig) -> str:
@@ -79,7 +88,7 @@ def model_bytes(engine: EngineConfig, folder: Path) -> tuple[int, int]:
     tokens = engine.kv_cache_tokens or MIN_KV_TOKENS
     cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * width * tokens
     if (folder / GGUF_FILE).exists() and _stays_packed(engine, config):
-        with GGUFFile(folder / GGUF_FILE) as file:
+        with _open(folder / GGUF_FILE) as file:
             return file.packed_bytes(), cache
     return weight_bytes(folder, config) * width // 2, cache
 

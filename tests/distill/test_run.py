@@ -121,7 +121,7 @@ def test_the_command_makes_and_compares_drafts(tmp_path: Path) -> None:
     )
     parser = argparse.ArgumentParser()
     add_distill_parser(parser.add_subparsers())
-    made = f"distill run {folder} --out {tmp_path}/draft --prompts {log} --generate 6000 --tokens 8000 --slots 8"
+    made = f"distill run {folder} --out {tmp_path}/draft --prompts {log} --generate 2500 --tokens 3000 --slots 8"
     made += " --max-len 128 --draft-vocab 128 --dtype float32 --device cpu --unroll 2 --batch-tokens 512"
     args = parser.parse_args(made.split())
     assert args.run(args) == 0

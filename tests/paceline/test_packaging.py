@@ -9,6 +9,7 @@ import functools
 import http.server
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import sys
 import threading
 import tomllib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -84,11 +86,15 @@ def cpu_build_requirements() -> list[str]:
 
 
 @pytest.mark.index
-@pytest.mark.parametrize("build", ["cpu", "cuda"])
-@pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("python", PYTHONS)
-def test_every_interpreter_and_build_resolves(tmp_path: Path, python: str, machine: str, build: str) -> None:
-    config = tmp_path / "uv.toml"
+def test_every_interpreter_and_build_resolves(tmp_path: Path) -> None:
+    """All pairs at once, because most of the time goes to waiting for the index."""
+    cpu_build_requirements()  # Skips the test where they are not known.
+    pairs = list(itertools.product(PYTHONS, MACHINES, ("cpu", "cuda")))
+    with ThreadPoolExecutor(len(pairs)) as pool:
+        list(pool.map(lambda pair: check_that_it_resolves(*pair, tmp_path / "-".join(pair)), pairs))
+
+
+def check_that_it_resolves(python: str, machine: str, build: str, config: Path) -> None:
     config.touch()
     if build == "cpu":
         version = (ROOT / "constraints.txt").read_text().partition("\ntorch==")[2].split()[0]
@@ -97,10 +103,10 @@ def test_every_interpreter_and_build_resolves(tmp_path: Path, python: str, machi
             f'dependency-metadata = [{{ name = "torch", version = "{version}", requires-dist = {requirements} }}]\n'
         )
     done = compile_for(python, machine, "--config-file", config)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, (config.name, done.stderr)
     resolved = names(done.stdout)
-    assert {"ray", "torch", "pytest"} <= resolved <= names(CONSTRAINTS.read_text())
-    assert ("nvidia-nccl-cu13" in resolved) == (build == "cuda")
+    assert {"ray", "torch", "pytest"} <= resolved <= names(CONSTRAINTS.read_text()), config.name
+    assert ("nvidia-nccl-cu13" in resolved) == (build == "cuda"), config.name
 
 
 @pytest.mark.index
