@@ -16,6 +16,6 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "untimed"))
 
 @pytest.fixture(autouse=True)
 def one_torch_thread() -> None:
-    """Small tensors are slower on more threads, which spin on a full machine. A test that starts an engine sets more."""
+    """Small tensors are slower on more threads, which spin on a full machine. An engine sets more when it starts."""
     if torch.get_num_threads() != 1:
         torch.set_num_threads(1)
