@@ -81,7 +81,10 @@ def test_a_new_model_replaces_the_old_one_under_load_and_no_request_fails(life: 
 
 
 def test_a_killed_node_costs_only_the_requests_that_it_was_computing(life: dict[str, Any]) -> None:
-    """The node that Paceline's controller is on. Of the fifteen streams in flight a third is there."""
+    """The node that Paceline's controller is on. Of the fifteen streams in flight about a third is there.
+
+    A stream whose request fails tries again, and until the router knows of the death, within a second, again there.
+    """
     assert len(life["lost_requests"]) <= 5 + 3, life
     assert life["lost_later"] == []
     assert life["answers_after_death"] > 15

@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -180,7 +181,8 @@ def life(fleet: Fleet) -> Iterator[tuple[str, Any]]:
         yield "desired", sorted(fleet.desired())
         yield "in_flight", fleet.in_flight()
     yield "failures_while_scaling", [answer.text for answer in load.failures]
-    yield "cached_share_of_three", cached_share(fleet.url, "three")
+    # Sessions are hashed, so a replica may get six of eight and send some on. Three sets of chats even that out.
+    yield "cached_share_of_three", statistics.mean(cached_share(fleet.url, f"three{each}") for each in range(3))
     yield "burst", burst(fleet.url, 2 * (BATCH + WAITING))
     yield "burst_of_a_session", burst(fleet.url, 2 * (BATCH + WAITING), **{"x-session-id": "busy"})
     with Load(fleet.url, STREAMS) as load:
@@ -205,7 +207,7 @@ def life(fleet: Fleet) -> Iterator[tuple[str, Any]]:
         yield "files_s", wait_for("files of the living", lambda: len(fleet.files()) == 2)
         fleet.add()
         yield "replaced_s", wait_for("a replica on the new node", lambda: len(fleet.living()) == 3)
-        yield "lost_requests", [answer.text for answer in load.failures]
+        yield "lost_requests", [answer.text for answer in load.failures if answer.begin_s <= killed_s]
         yield "lost_later", [a.text for a in load.failures if a.begin_s > killed_s + 1.0]
         yield "answers_after_death", len(load.answers)
     yield "down_s", wait_for("one replica again", lambda: len(fleet.living()) == 1)
