@@ -19,6 +19,9 @@ NUM_DECIMALS = 6
 """Most decimals of a number that has bounds."""
 MAX_MULTIPLE = 1024
 """Largest `multipleOf` that is not ignored."""
+MAX_EXCLUSIVE = 1 << 32
+"""Largest exclusive bound of a number. Beyond it, a text just above the bound may be read as the bound itself: doubles
+are further apart than NUM_DECIMALS decimals."""
 _LIMIT = 1 << 63
 _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
@@ -74,6 +77,8 @@ def _bound_problems(bound: float, types: list[Any], path: str) -> Iterator[str]:
         yield f"{path}: a number beyond 64 bits cannot be enforced exactly"
     elif "number" in types and Decimal(repr(bound)) != Decimal(f"{bound:.{NUM_DECIMALS}f}"):
         yield f"{path}: {_shown(bound)} given, at most {NUM_DECIMALS} decimals can be enforced exactly"
+    elif "number" in types and abs(bound) > MAX_EXCLUSIVE and path.rpartition(".")[2].startswith("exclusive"):
+        yield f"{path}: {_shown(bound)} given, at most {MAX_EXCLUSIVE} is allowed for a number; use minimum or maximum"
 
 
 def _empty_range(bounds: Mapping[str, float], path: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 from byte_grammar import byte_grammars, walk
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.messages import GrammarSpec
@@ -42,6 +42,7 @@ def text_of(schema: Any, rng: random.Random) -> str | None:
 
 
 @settings(max_examples=200, deadline=None)
+@example(lower="exclusiveMinimum", least=2**63, upper="maximum", width=None, kind="number", seed=0)
 @given(
     lower=LOWER,
     least=BOUNDS,
@@ -96,6 +97,10 @@ def test_a_text_of_a_pattern_is_json(pattern: str, seed: int) -> None:
         (
             {"type": "number", "exclusiveMinimum": 3, "exclusiveMaximum": 3.000001},
             "$: no number of at most 6 decimals is within the bounds",
+        ),
+        (
+            {"type": "number", "exclusiveMinimum": 2**33},
+            "$.exclusiveMinimum: 8589934592 given, at most 4294967296 is allowed for a number; use minimum or maximum",
         ),
         ({"const": 2**63}, "$.const: a number beyond 64 bits cannot be enforced exactly"),
         ({"enum": [{"a": [-(2**63) - 1]}]}, "$.enum: a number beyond 64 bits cannot be enforced exactly"),
