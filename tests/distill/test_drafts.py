@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from distill_fakes import VOCAB, open_target, write_target
+from distill_fakes import open_target, random_batch, write_target
 from eagle3_reference import PublicHead, reference_logits
 from safetensors.torch import load_file
 
@@ -34,17 +34,6 @@ def eagle(target: FrozenTarget, num_layers: int) -> EagleDraft:
     for parameter in draft.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return draft
-
-
-def random_batch(rows: int, length: int) -> Batch:
-    torch.manual_seed(5)
-    return Batch(
-        tokens=torch.randint(0, VOCAB, (rows, length)),
-        features=torch.randn(rows, length, 2, 32).bfloat16(),
-        top_ids=torch.randint(0, VOCAB, (rows, length, 4)),
-        top_logprobs=torch.full((rows, length, 4), -1.4),
-        weight=torch.ones(rows, length),
-    )
 
 
 def chain_alone(draft: EagleDraft, batch: Batch, root: int, steps: int) -> list[torch.Tensor]:

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from distill_fakes import VOCAB, open_target, write_shards, write_target
+from distill_fakes import VOCAB, open_target, random_batch, write_shards, write_target
 
-from distill.data.shards import Batch, Document, ShardWriter, shard_paths
+from distill.data.shards import Document, ShardWriter, shard_paths
 from distill.models.costs import CONTEXT, measure
 from distill.models.decoder import FrozenTarget
 from distill.models.export import DraftMismatchError, export_draft, load_draft, start_from
@@ -36,17 +36,6 @@ def medusa(target: FrozenTarget, num_layers: int = 1, num_heads: int = HEADS) ->
     for parameter in draft.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return draft
-
-
-def random_batch(rows: int, length: int) -> Batch:
-    torch.manual_seed(5)
-    return Batch(
-        tokens=torch.randint(0, VOCAB, (rows, length)),
-        features=torch.randn(rows, length, 2, 32).bfloat16(),
-        top_ids=torch.randint(0, VOCAB, (rows, length, 4)),
-        top_logprobs=torch.full((rows, length, 4), -1.4),
-        weight=torch.ones(rows, length),
-    )
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from distill_fakes import VOCAB, open_target, write_shards, write_target
+from distill_fakes import VOCAB, open_target, random_batch, write_shards, write_target
 from fakes import FixedPacer
 from local_engine import LocalEngine
 from tiny_tokenizer import byte_level
@@ -42,17 +42,6 @@ def parallel(target: FrozenTarget, num_layers: int = 1, positions: int = POSITIO
     for parameter in draft.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return draft
-
-
-def random_batch(rows: int, length: int) -> Batch:
-    torch.manual_seed(5)
-    return Batch(
-        tokens=torch.randint(0, VOCAB, (rows, length)),
-        features=torch.randn(rows, length, 2, 32).bfloat16(),
-        top_ids=torch.randint(0, VOCAB, (rows, length, 4)),
-        top_logprobs=torch.full((rows, length, 4), -1.4),
-        weight=torch.ones(rows, length),
-    )
 
 
 def states_alone(draft: ParallelDraft, batch: Batch, root: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from distill.data.generate import Generator, Job, Segment
-from distill.data.shards import ShardWriter, shard_paths
+from distill.data.shards import Batch, ShardWriter, shard_paths
 from distill.models.decoder import FrozenTarget, fingerprint
 from engine.model.load import Model, load_model
 
@@ -65,3 +65,15 @@ def write_shards(target: FrozenTarget, folder: Path, *, count: int, shard_tokens
         writer.add(document)
     writer.flush()
     return shard_paths([folder])
+
+
+def random_batch(rows: int, length: int) -> Batch:
+    """A training batch of random tokens and features, the same at each call."""
+    torch.manual_seed(5)
+    return Batch(
+        tokens=torch.randint(0, VOCAB, (rows, length)),
+        features=torch.randn(rows, length, 2, 32).bfloat16(),
+        top_ids=torch.randint(0, VOCAB, (rows, length, 4)),
+        top_logprobs=torch.full((rows, length, 4), -1.4),
+        weight=torch.ones(rows, length),
+    )
