@@ -52,10 +52,12 @@ def life(models: Path) -> dict[str, Any]:
 
 
 def test_replicas_follow_the_load_and_no_request_fails(life: dict[str, Any]) -> None:
-    """From one to three, because fifteen streams fill three batches, and back to one without load."""
-    assert life["desired"] == [3.0]
+    """From one to three, because fifteen streams fill three batches, and back to one without load.
+
+    The program waits for each number and ends with an error if it does not come.
+    """
     assert life["failures_while_scaling"] == []
-    assert life["files_at_last"] == 1
+    assert {"up_s", "desired_s", "down_s", "files_gone_s"} <= life.keys()
 
 
 def test_the_load_is_shared_evenly(life: dict[str, Any]) -> None:

@@ -39,6 +39,8 @@ STREAMS = 15
 BATCH, WAITING = 4, 12
 """Requests that a replica computes at once, and that may wait for it."""
 READINGS = 12
+HEARD_S = 1.0
+"""Seconds within which Serve tells its proxies that a replica takes no more requests."""
 
 
 def wait_for(what: str, reached: Callable[[], bool]) -> float:
@@ -178,7 +180,7 @@ def life(fleet: Fleet) -> Iterator[tuple[str, Any]]:
     yield "cached_share_of_one", cached_share(fleet.url, "one")
     with Load(fleet.url, STREAMS) as load:
         yield "up_s", wait_for("three replicas", lambda: len(fleet.living()) == 3)
-        yield "desired", sorted(fleet.desired())
+        yield "desired_s", wait_for("three replicas desired, says each", lambda: fleet.desired() == {3.0})
         yield "in_flight", fleet.in_flight()
     yield "failures_while_scaling", [answer.text for answer in load.failures]
     # Sessions are hashed, so a replica may get six of eight and send some on. Three sets of chats even that out.
@@ -188,13 +190,13 @@ def life(fleet: Fleet) -> Iterator[tuple[str, Any]]:
     with Load(fleet.url, STREAMS) as load:
         old = set(fleet.living())
         fleet.put(autoscaling=scaling | {"downscale_delay_s": 5}, **fleet.engine("second"))
-        wait_for("new replicas only", lambda: not old & fleet.living().keys() and fleet.status() == "RUNNING")
+        wait_for("new replicas only", lambda: fleet.status() == "RUNNING" and not old & fleet.living().keys())
         yield "failures_in_upgrade", [answer.text for answer in load.failures]
         yield "texts_in_upgrade", len(load.texts)
         replaced_s = time.monotonic()
 
         def later_texts() -> list[str]:
-            return [answer.text for answer in load.answers if answer.begin_s > replaced_s]
+            return [answer.text for answer in load.answers if answer.begin_s > replaced_s + HEARD_S]
 
         wait_for("answers", lambda: len(later_texts()) > STREAMS)
         yield "texts_after_upgrade", len(set(later_texts()))
@@ -208,10 +210,10 @@ def life(fleet: Fleet) -> Iterator[tuple[str, Any]]:
         fleet.add()
         yield "replaced_s", wait_for("a replica on the new node", lambda: len(fleet.living()) == 3)
         yield "lost_requests", [answer.text for answer in load.failures if answer.begin_s <= killed_s]
-        yield "lost_later", [a.text for a in load.failures if a.begin_s > killed_s + 1.0]
+        yield "lost_later", [a.text for a in load.failures if a.begin_s > killed_s + HEARD_S]
         yield "answers_after_death", len(load.answers)
     yield "down_s", wait_for("one replica again", lambda: len(fleet.living()) == 1)
-    yield "files_at_last", len(fleet.files())
+    yield "files_gone_s", wait_for("the file of one replica", lambda: len(fleet.files()) == 1)
 
 
 def cut(fleet: Fleet) -> Iterator[tuple[str, Any]]:
@@ -232,7 +234,7 @@ def cut(fleet: Fleet) -> Iterator[tuple[str, Any]]:
             for process in stopped:
                 process.kill()
     yield "failures", [answer.text for answer in load.failures]
-    yield "failures_later", [a.text for a in load.failures if a.begin_s > cut_s + 1.0]
+    yield "failures_later", [a.text for a in load.failures if a.begin_s > cut_s + HEARD_S]
     yield "answers", len(load.answers)
     yield "longest_s", max(answer.end_s - answer.begin_s for answer in load.answers)
 
