@@ -1,6 +1,7 @@
 """What a step costs as a function of what it computes: measured at start, learned from every step, always monotone.
 
-    t_step = t_verify(rows, context) + t_sample * rows + t_draft(batch, depth, num_caught_up) + overhead
+    t_step = t_verify(rows, context) + t_sample(rows) + t_draft(batch, depth, num_caught_up) + overhead
+    t_sample = t_batch + rows * t_row
     t_draft = handoff + passes(depth) * t_pass(batch) + num_caught_up * t_catch_up
 
 Owns which part of a step teaches which curve (`cost_curve.Curve`). Seconds in, seconds out; no torch, no clock, no
@@ -49,9 +50,11 @@ class CostTable:
     """Seconds that a draft request adds to a step besides the draft's computing: packing, transport, counting."""
     overhead_s: float = 0.0
     """Seconds per step of scheduling, committing and publishing."""
+    sample_s: float = 0.0
+    """Seconds of sampling, masks and comparison per step, however many rows there are."""
     sample_row_s: float = 0.0
-    """Seconds of sampling, masks and comparison per row that can yield a token. Apart from the forward's curve, because
-    it depends on the sampling parameters: a sampled row takes much longer than a greedy one."""
+    """The same per row that can yield a token. Apart from the forward's curve, because it depends on the sampling
+    parameters: a sampled row takes much longer than a greedy one."""
     positions_per_pass: int = 1
     """Tokens that one draft pass drafts for each sequence: 1 for a chain, more for a parallel draft."""
 
@@ -96,7 +99,7 @@ class CostModel:
         self._verify, self._pass = curves[0], curves[1]
         self._handoff_s = table.handoff_s
         self._overhead_s = table.overhead_s
-        self._sample_row_s = table.sample_row_s
+        self._sample_s, self._sample_row_s = table.sample_s, table.sample_row_s
         self.positions_per_pass = table.positions_per_pass
 
     def pad_rows(self, sizes: tuple[int, ...]) -> None:
@@ -179,8 +182,7 @@ class CostModel:
             num_prompt_rows: rows of prompts among `rows`; they are not sampled.
         """
         draft_s = self.draft_s(batch, depth, num_caught_up) if depth > 0 or num_caught_up > 0 else 0.0
-        sample_s = self._sample_row_s * (rows - num_prompt_rows)
-        return self._overhead_s + self.verify_s(rows, context) + sample_s + draft_s
+        return self._overhead_s + self.verify_s(rows, context) + self._sampling_s(rows - num_prompt_rows) + draft_s
 
     def observe(self, stats: StepStats) -> StepCost:
         """Learn from a step. Returns what was predicted of it before, which also enters `error`."""
@@ -195,9 +197,7 @@ class CostModel:
         if stats.step_s > 0:
             self._errors.append(abs(expected.seconds - stats.step_s) / stats.step_s)
         self._learn_verify(stats)
-        num_sampled = stats.num_rows - prompts
-        if num_sampled > 0:
-            self._sample_row_s = self._corrected("sample", self._sample_row_s, stats.sample_s / num_sampled)
+        self._learn_sampling(stats.num_rows - prompts, stats.sample_s)
         rest = stats.step_s - stats.verify_s - stats.sample_s - stats.draft_s
         if depth > 0 or caught_up > 0:
             self._pass.learn(max(1, batch), stats.draft_s, num_units=caught_up, times=self.passes(depth))
@@ -220,6 +220,22 @@ class CostModel:
         self._verify.learn(self._computed(steps[0].num_rows), seconds, num_units=context)
         steps.clear()
 
+    def _sampling_s(self, rows: float) -> float:
+        return self._sample_s + self._sample_row_s * rows if rows > 0 else 0.0
+
+    def _learn_sampling(self, rows: int, seconds: float) -> None:
+        """Correct the line by normalised least mean squares (Widrow and Hoff 1960).
+
+        An error at many rows corrects the time per row: that is what the options of requests change.
+        """
+        if rows <= 0:
+            return
+        expected = self._sampling_s(rows)
+        change = self._corrected("sample", expected, seconds) - expected
+        share = change / (1 + rows**2)
+        self._sample_s = max(0.0, self._sample_s + share)
+        self._sample_row_s = max(0.0, self._sample_row_s + share * rows)
+
     def error(self) -> tuple[float, float]:
         """Relative error of the last predictions: median and 95th percentile; zeros before the first step."""
         if not self._errors:
@@ -240,6 +256,7 @@ class CostModel:
             self.catch_up_s,
             self._handoff_s,
             self._overhead_s,
+            self._sample_s,
             self._sample_row_s,
             self.positions_per_pass,
         )

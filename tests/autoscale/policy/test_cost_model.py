@@ -127,11 +127,49 @@ def test_the_error_is_relative_to_the_measured_step() -> None:
 
 
 def test_prompts_are_not_sampled() -> None:
-    """Of eight rows six are of prompts; sampling took 2 ms, so a millisecond per row."""
+    """Of eight rows six are of prompts; sampling two rows took 2 ms, and of none it takes nothing."""
     cost = CostModel(replace(cpu_table(), sample_row_s=0.0))
     stats = structs.replace(step(rows=1, verify_s=0.01, rest_s=0.0), num_rows=8, num_prefill_tokens=6, sample_s=0.002)
     cost.observe(stats)
-    assert cost.table().sample_row_s == pytest.approx(0.001)
+    without = cost.overhead_s + cost.verify_s(8, 0)
+    assert cost.step_s(8, 0, num_prompt_rows=6) == pytest.approx(without + 0.002)
+    assert cost.step_s(8, 0, num_prompt_rows=8) == without
+    learned = cost.table()
+    cost.observe(structs.replace(stats, num_prefill_tokens=8, sample_s=0.0))
+    assert (cost.table().sample_s, cost.table().sample_row_s) == (learned.sample_s, learned.sample_row_s)
+
+
+def sampling(cost: CostModel, rows: int, seconds: float) -> None:
+    """Observe a plain step with this time of sampling."""
+    cost.observe(structs.replace(step(rows=1, verify_s=0.01, rest_s=0.0), num_rows=rows, sample_s=seconds))
+
+
+def test_sampling_has_a_price_per_step_and_a_price_per_row() -> None:
+    """0.1 ms and 20 us. Drafted rows cost the latter only, whatever the batch."""
+    cost = CostModel(cpu_table())
+    for _ in range(400):
+        for rows in (1, 6, 32):
+            sampling(cost, rows, 1e-4 + 2e-5 * rows)
+    learned = cost.table()
+    assert learned.sample_s == pytest.approx(1e-4, rel=0.1)
+    assert learned.sample_row_s == pytest.approx(2e-5, rel=0.1)
+
+
+def test_dearer_sampling_of_a_full_batch_is_a_price_per_row() -> None:
+    cost = CostModel(replace(cpu_table(), sample_s=1e-4, sample_row_s=2e-5))
+    for _ in range(400):
+        sampling(cost, 32, 1e-4 + 2e-4 * 32)
+    learned = cost.table()
+    assert learned.sample_s + 32 * learned.sample_row_s == pytest.approx(1e-4 + 2e-4 * 32, rel=0.01)
+    assert learned.sample_row_s == pytest.approx(2e-4, rel=0.05)
+
+
+def test_the_prices_of_sampling_are_never_negative() -> None:
+    cost = CostModel(replace(cpu_table(), sample_s=1e-3, sample_row_s=0.0))
+    for _ in range(50):
+        sampling(cost, 16, 0.0)
+    assert cost.table().sample_s >= 0.0
+    assert cost.table().sample_row_s == 0.0
 
 
 def test_the_first_observations_of_a_single_number_are_averaged() -> None:
@@ -180,11 +218,12 @@ def test_the_parts_of_a_step_add_up() -> None:
         catch_up_s=1e-4,
         handoff_s=0.002,
         overhead_s=0.004,
+        sample_s=0.003,
         sample_row_s=0.0005,
     )
     cost = CostModel(table)
     assert cost.table() == table
-    plain = 0.004 + 0.001 * 6 + 1e-5 * 100
+    plain = 0.004 + 0.003 + 0.001 * 6 + 1e-5 * 100
     assert cost.step_s(6, 100) == pytest.approx(plain + 0.0005 * 6)
     assert cost.step_s(6, 100, num_prompt_rows=4) == pytest.approx(plain + 0.0005 * 2)
     assert cost.step_s(6, 100, 3, 2) == pytest.approx(plain + 0.0005 * 6 + 0.002 + 2 * 0.0003)
