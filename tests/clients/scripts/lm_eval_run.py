@@ -17,9 +17,16 @@ GENERATION = COMMON | {
     "task": "capitals",
     "dataset_kwargs": {"data_files": {"test": str(TASKS / "capitals.jsonl")}},
     "output_type": "generate_until",
-    "doc_to_text": "Country: Netherlands\nCapital: Amsterdam\nCountry: Turkey\nCapital: Ankara\nCountry: {{country}}\n",
-    "doc_to_target": "Capital: {{capital}}",
-    "generation_kwargs": {"until": ["\n"], "max_gen_toks": 24, "do_sample": False, "temperature": 0.0},
+    "doc_to_text": "Country: Turkey\nCapital: Ankara\nCountry: {{country}}\nCapital:",
+    "doc_to_target": "{{capital}}",
+    # The first line is scored. The text goes on, so that there is something to draft.
+    "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 24, "do_sample": False, "temperature": 0.0},
+    "filter_list": [
+        {
+            "name": "line",
+            "filter": [{"function": "regex", "regex_pattern": r"^\s*([^\n]+)"}, {"function": "take_first"}],
+        }
+    ],
     "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
 }
 LIKELIHOOD = COMMON | {
@@ -58,7 +65,7 @@ def evaluate(speculative: dict[str, Any]) -> tuple[dict[str, float], dict[str, l
     )
     assert found is not None
     scores = {
-        "capitals": found["results"]["capitals"]["exact_match,none"],
+        "capitals": found["results"]["capitals"]["exact_match,line"],
         "endings": found["results"]["endings"]["acc,none"],
     }
     answers = {task: [sample["resps"] for sample in samples] for task, samples in found["samples"].items()}
@@ -77,3 +84,4 @@ for drafted, plain in zip(drafted_answers["endings"], plain_answers["endings"], 
         assert abs(float(one[0]) - float(other[0])) < 1e-3
         assert one[1] == other[1]
 assert with_drafts["endings"] > 0.5, "worse than a guess"
+assert with_drafts["capitals"] > 0.3, "the model knows more capitals than that"
