@@ -18,18 +18,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, Literal
 
 import httpx
 import psutil
+import yaml
 
+from deployments.local import yaml_config
 from deployments.local.ports import LOOPBACK, free_port
+from deployments.local.weights import model_bytes
+from engine.checkpoint.model_config import SINGLE_FILE
 from engine.checkpoint.store import EMBEDDED, cache_folder, embedded_file, resolve_model
+from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineUnavailable
 
 VLLM_ENV = "PACELINE_VLLM_PYTHON"
 """Environment variable with the path of the interpreter of vLLM's environment."""
 LLAMA_ENV = "PACELINE_LLAMA_SERVER"
 """Environment variable with the path of llama.cpp's server."""
+LlamaWeights = Literal["packaged", "bf16", "Q8_0", "Q4_K_M"]
+"""Weights of llama.cpp's server: the embedded GGUF file as it is, or what llama.cpp's own quantiser makes of it."""
 CONTEXT_LEN = 2048
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 40.0
@@ -49,21 +57,32 @@ class Server:
     """Name of the model in requests."""
     version: str = ""
     """Version for reports."""
+    weight_bytes: int = 0
+    """Bytes of the weights in memory, which a step without drafts reads once; 0 where that is not known."""
 
 
 @contextlib.contextmanager
-def paceline(options: Sequence[str], *, env: dict[str, str] | None = None) -> Iterator[Server]:
+def paceline(
+    options: Sequence[str], *, engine: dict[str, Any] | None = None, env: dict[str, str] | None = None
+) -> Iterator[Server]:
     """This project's server.
 
     Args:
         options: of `paceline serve`.
+        engine: settings of the engine that have no option, in place of those of the default deployment file.
         env: environment variables that are added to those of this process.
     """
     port = free_port()
     command = [str(Path(sys.executable).with_name("paceline")), "serve", "--port", str(port), *options]
-    with _running(command, port, env=env, stop=signal.SIGINT) as url:
+    with contextlib.ExitStack() as stack:
+        if engine:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            command += ["--config", str(deployment_file(Path(folder), engine))]
+        url = stack.enter_context(_running(command, port, env=env, stop=signal.SIGINT))
         model = httpx.get(f"{url}/models").json()["data"][0]["id"]
-        yield Server(url, model, f"Ray {version('ray')}, torch {version('torch')}")
+        config = EngineConfig.parse({"model": EMBEDDED, "device": "cpu"} | (engine or {}))
+        num_bytes = model_bytes(config, resolve_model(EMBEDDED))[0]
+        yield Server(url, model, f"Ray {version('ray')}, torch {version('torch')}", num_bytes)
 
 
 @contextlib.contextmanager
@@ -92,17 +111,21 @@ def vllm(python: Path, options: Sequence[str]) -> Iterator[Server]:
     cores = f"0-{num_cores() - 1}"
     env = {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": cores}
     with _running(command, port, env=env) as url:
-        yield Server(url, EMBEDDED, httpx.get(f"{url.removesuffix('/v1')}/version").json()["version"])
+        shown = httpx.get(f"{url.removesuffix('/v1')}/version").json()["version"]
+        yield Server(url, EMBEDDED, shown, _bf16_bytes())
 
 
 @contextlib.contextmanager
-def llama_cpp(binary: Path, options: Sequence[str], *, streams: int) -> Iterator[Server]:
-    """llama.cpp's server on the same weights, in bfloat16.
+def llama_cpp(
+    binary: Path, options: Sequence[str], *, streams: int, weights: LlamaWeights = "bf16"
+) -> Iterator[Server]:
+    """llama.cpp's server on the embedded model.
 
     Args:
         binary: llama-server; llama-quantize is in the same folder.
         options: further options of the server.
         streams: number of slots, each with a context of `CONTEXT_LEN` tokens.
+        weights: form of the weights.
 
     Raises:
         NotInstalled: there is no such program.
@@ -115,13 +138,14 @@ def llama_cpp(binary: Path, options: Sequence[str], *, streams: int) -> Iterator
             "cmake --build build --target llama-server llama-quantize; "
             f"then --llama-server build/bin/llama-server or {LLAMA_ENV}"
         )
-    port = free_port()
-    command = [found, "-m", str(_bf16_gguf(Path(found))), "--host", LOOPBACK, "--port", str(port)]
+    port, file = free_port(), _gguf(Path(found), weights)
+    command = [found, "-m", str(file), "--host", LOOPBACK, "--port", str(port)]
     command += ["-t", str(num_cores()), "-np", str(streams), "-c", str(CONTEXT_LEN * streams), "--no-webui", *options]
     shown = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
     lines = [line for line in (shown.stdout + shown.stderr).splitlines() if line.startswith("version")]
     with _running(command, port) as url:
-        yield Server(url, EMBEDDED, lines[0].removeprefix("version: ") if lines else "")
+        shown_version = lines[0].removeprefix("version: ") if lines else ""
+        yield Server(url, EMBEDDED, shown_version, file.stat().st_size)
 
 
 @contextlib.contextmanager
@@ -138,7 +162,11 @@ def transformers() -> Iterator[Server]:
     command = [str(Path(sys.executable).with_name("transformers")), "serve", model, "--host", LOOPBACK]
     command += ["--port", str(port), "--device", "cpu", "--dtype", "bfloat16"]
     with _running(command, port, env={"HF_HUB_OFFLINE": "1"}) as url:
-        yield Server(url, model, version("transformers"))
+        yield Server(url, model, version("transformers"), _bf16_bytes())
+
+
+def _bf16_bytes() -> int:
+    return (resolve_model(EMBEDDED) / SINGLE_FILE).stat().st_size
 
 
 def num_cores() -> int:
@@ -146,14 +174,25 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _bf16_gguf(server: Path) -> Path:
-    """The embedded weights as a bfloat16 GGUF file, converted once. The embedded file is quantized: another model.
+def deployment_file(folder: Path, engine: dict[str, Any]) -> Path:
+    """The default deployment with some settings of the engine replaced, as a file in `folder`."""
+    values = yaml_config.load(yaml_config.DEFAULT_FILE)
+    yaml_config.only_application(values)["args"]["engine"].update(engine)
+    file = folder / "deployment.yaml"
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+def _gguf(server: Path, weights: LlamaWeights) -> Path:
+    """The embedded GGUF file, or what llama-quantize makes of it, once.
 
     Raises:
         NotInstalled: llama-quantize is not in the folder of the server.
         EngineUnavailable: the conversion fails.
     """
-    converted = cache_folder() / "peers" / f"{EMBEDDED}-bf16.gguf"
+    if weights == "packaged":
+        return embedded_file()
+    converted = cache_folder() / "peers" / f"{EMBEDDED}-{weights}.gguf"
     if converted.is_file():
         return converted
     quantize = server.resolve().with_name("llama-quantize")
@@ -161,7 +200,7 @@ def _bf16_gguf(server: Path) -> Path:
         raise NotInstalled(f"{quantize} not found; cmake --build build --target llama-quantize")
     converted.parent.mkdir(parents=True, exist_ok=True)
     partial = converted.with_suffix(".part")
-    command = [str(quantize), "--allow-requantize", str(embedded_file()), str(partial), "bf16"]
+    command = [str(quantize), "--allow-requantize", str(embedded_file()), str(partial), weights]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise EngineUnavailable(f"{quantize} failed:\n{done.stderr[-1000:]}")

@@ -34,6 +34,8 @@ class Row(Rounds):
     """Number of streams."""
     runs: tuple[Run, ...]
     """One run per round."""
+    weight_bytes: int = 0
+    """Bytes of its weights in memory, which a step without drafts reads once; 0 where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,6 @@ class Report:
     """Upper bound of the length of a response."""
     bandwidth: float
     """Measured bytes per second of reading memory."""
-    weight_bytes: int
-    """Bytes of the weights in bfloat16, which a step without drafts reads once."""
     rows: tuple[Row, ...]
     """Figures by contender and number of streams."""
 
@@ -58,7 +58,7 @@ class Report:
 
         Without drafts it cannot exceed 1. With drafts it can, because one read of the weights yields several tokens.
         """
-        return self.weight_bytes / row.tpot_p50_s / self.bandwidth
+        return row.weight_bytes / row.tpot_p50_s / self.bandwidth
 
     def of(self, name: str, streams: int) -> Row | None:
         """The row of a contender and number of streams; None where it was not measured."""
@@ -90,12 +90,14 @@ def as_markdown(report: Report) -> str:
     """Two tables: the figures of every contender, and ratios between contenders."""
     machine = report.machine
     versions = {row.name: row.version for row in report.rows if row.version}
+    sizes = {row.name: row.weight_bytes / 1e6 for row in report.rows if row.weight_bytes}
     rounds = max((len(row.runs) for row in report.rows), default=0)
     lines = [
         f"{machine['cpu']}, {machine['cores']} cores, every server with {machine['cores']} threads, "
         f"memory reads at {report.bandwidth / 1e9:.1f} GB/s; {machine['date']}. Workload {report.workload}, "
-        f"greedy, at most {report.max_tokens} tokens, {report.weight_bytes / 1e6:.0f} MB of weights, "
-        f"median of {rounds} rounds." + "".join(f" {name}: {version}." for name, version in versions.items()),
+        f"greedy, at most {report.max_tokens} tokens, median of {rounds} rounds."
+        + "".join(f" {name}: {version}." for name, version in versions.items())
+        + (" Weights in MB: " + ", ".join(f"{name} {size:.0f}" for name, size in sizes.items()) + "." if sizes else ""),
         "",
         "Tokens per second (TTFT p50 ms, TPOT p50 ms, share of the roofline):",
         "",
@@ -121,6 +123,7 @@ def write(report: Report, path: Path | None) -> None:
             "rounds": [round(run.tokens_per_s, 1) for run in row.runs],
             "ttft_p50_s": round(row.ttft_p50_s, 4),
             "tpot_p50_s": round(row.tpot_p50_s, 5),
+            "weight_bytes": row.weight_bytes,
             "roofline": round(report.roofline(row), 3),
             "tokens_per_response": round(
                 statistics.mean(response.num_tokens for run in row.runs for response in run.responses), 1
@@ -137,7 +140,6 @@ def write(report: Report, path: Path | None) -> None:
         "workload": report.workload,
         "max_tokens": report.max_tokens,
         "read_bytes_per_s": round(report.bandwidth),
-        "weight_bytes": report.weight_bytes,
     }
     path.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
     path.with_suffix(".md").write_text(as_markdown(report))
@@ -173,8 +175,12 @@ def plot(report: Report, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+SAME_FILE = "llama.cpp same file"
+"""Contender with the blocks that Paceline serves by default."""
 _RATIOS = (
     "plain / best peer without drafts",
+    "plain / llama.cpp, same file",
+    "plain / plain bf16",
     "paceline / best peer",
     "TTFT / best TTFT of a peer",
     "paceline / plain",
@@ -193,7 +199,8 @@ def _figures(report: Report) -> Iterable[list[str]]:
 
 def _cell(report: Report, row: Row) -> str:
     errors = f", {row.num_errors} errors" if row.num_errors else ""
-    figures = f"{1e3 * row.ttft_p50_s:.0f}, {1e3 * row.tpot_p50_s:.1f}, {report.roofline(row):.0%}"
+    share = f", {report.roofline(row):.0%}" if row.weight_bytes else ""
+    figures = f"{1e3 * row.ttft_p50_s:.0f}, {1e3 * row.tpot_p50_s:.1f}{share}"
     return f"{row.tokens_per_s:.0f} ({figures}{errors})"
 
 
@@ -207,6 +214,8 @@ def _ratios(report: Report) -> Iterable[list[str]]:
         yield [
             str(count),
             _over(plain, _best(plain_peers)),
+            _over(plain, report.of(SAME_FILE, count)),
+            _over(plain, report.of("paceline plain bf16", count)),
             _over(paced, _best(peers)),
             "-" if plain is None or not ttft else f"{plain.ttft_p50_s / ttft:.2f}",
             _over(paced, plain),

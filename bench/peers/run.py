@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -24,7 +25,9 @@ from bench.load import servers
 from bench.load.client import Run, run_load
 from bench.load.workload import Workload, choose_workload, pick
 from bench.peers.report import Report, Row, as_markdown, describe_machine, plot, write
+from deployments.local.weights import model_bytes
 from engine.checkpoint.store import EMBEDDED, resolve_model
+from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineUnavailable
 
 VLLM_NGRAM = '{"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":4,"prompt_lookup_min":2}'
@@ -49,6 +52,8 @@ class Ready:
     """Runs a load."""
     version: str
     """Version for the report."""
+    weight_bytes: int = 0
+    """Bytes of its weights in memory; 0 where that is not known."""
     sample: str = ""
     """Response to a simple question, as evidence that the contender runs the same model."""
 
@@ -87,7 +92,6 @@ def peers(options: argparse.Namespace) -> int:
         workload=workload.name,
         max_tokens=options.max_tokens,
         bandwidth=max(bandwidths),
-        weight_bytes=(resolve_model(EMBEDDED) / "model.safetensors").stat().st_size,
         rows=rows,
     )
     Console().print(as_markdown(report), markup=False, soft_wrap=True)
@@ -119,16 +123,16 @@ def measure_peers(
         say: takes lines of progress.
     """
     runs: dict[tuple[str, int], list[Run]] = {}
-    versions: dict[str, str] = {}
+    known: dict[str, Ready] = {}
     for turn in range(options.rounds):
         bandwidth = read_bandwidth()
         on_bandwidth(bandwidth)
         say(f"round {turn + 1}: memory reads at {bandwidth / 1e9:.1f} GB/s")
         for contender in chosen if turn % 2 == 0 else reversed(chosen):
             try:
-                for count, run, version in _turn(contender, workload, options, turn, say):
+                for count, run, ready in _turn(contender, workload, options, turn, say):
                     runs.setdefault((contender.name, count), []).append(run)
-                    versions[contender.name] = version
+                    known[contender.name] = ready
                     failed = f", errors: {run.errors[0]}" if run.errors else ""
                     say(f"{contender.name}, {count} streams: {run.tokens_per_s:.1f} tok/s{failed}")
             except servers.NotInstalled as missing:
@@ -136,7 +140,15 @@ def measure_peers(
             except (EngineUnavailable, httpx.HTTPError) as broken:
                 say(f"{contender.name} does not serve: {broken}")
     return tuple(
-        Row(one.name, versions[one.name], one.is_peer, one.drafts, count, tuple(runs[one.name, count]))
+        Row(
+            name=one.name,
+            version=known[one.name].version,
+            is_peer=one.is_peer,
+            drafts=one.drafts,
+            streams=count,
+            runs=tuple(runs[one.name, count]),
+            weight_bytes=known[one.name].weight_bytes,
+        )
         for count in options.streams
         for one in chosen
         if (one.name, count) in runs
@@ -150,6 +162,11 @@ def contenders(options: argparse.Namespace) -> list[Contender]:
     return [
         Contender("engine alone", lambda _: _bare("none"), is_peer=False),
         Contender("paceline plain", lambda _: _over_http(servers.paceline(["--draft", "none"])), is_peer=False),
+        Contender(
+            "paceline plain bf16",
+            lambda _: _over_http(servers.paceline(["--draft", "none"], engine={"packed": "off"})),
+            is_peer=False,
+        ),
         Contender("paceline", lambda _: _over_http(servers.paceline(draft)), is_peer=False, drafts=True),
         Contender("vllm", lambda _: _over_http(servers.vllm(vllm, []))),
         Contender(
@@ -157,11 +174,10 @@ def contenders(options: argparse.Namespace) -> list[Contender]:
             lambda _: _over_http(servers.vllm(vllm, ["--speculative-config", VLLM_NGRAM])),
             drafts=True,
         ),
-        Contender(
-            "llama.cpp",
-            lambda streams: _over_http(servers.llama_cpp(llama, [], streams=streams)),
-            starts_by_level=True,
-        ),
+        _llama(llama, "llama.cpp", "bf16"),
+        _llama(llama, "llama.cpp same file", "packaged"),
+        _llama(llama, "llama.cpp Q8_0", "Q8_0"),
+        _llama(llama, "llama.cpp Q4_K_M", "Q4_K_M"),
         Contender(
             "llama.cpp ngram",
             lambda streams: _over_http(servers.llama_cpp(llama, LLAMA_NGRAM, streams=streams)),
@@ -172,9 +188,18 @@ def contenders(options: argparse.Namespace) -> list[Contender]:
     ]
 
 
+def _llama(binary: Path, name: str, weights: servers.LlamaWeights) -> Contender:
+    """llama.cpp's server with weights of one form."""
+    return Contender(
+        name,
+        lambda streams: _over_http(servers.llama_cpp(binary, [], streams=streams, weights=weights)),
+        starts_by_level=True,
+    )
+
+
 def _turn(
     contender: Contender, workload: Workload, options: argparse.Namespace, turn: int, say: Callable[[str], None]
-) -> Iterator[tuple[int, Run, str]]:
+) -> Iterator[tuple[int, Run, Ready]]:
     """All numbers of streams, on prompts that depend on the number and the round alone."""
     levels = [[count] for count in options.streams] if contender.starts_by_level else [list(options.streams)]
     body = {"max_tokens": options.max_tokens} | workload.body
@@ -185,13 +210,13 @@ def _turn(
             for count in counts:
                 prompts = pick(workload, max(count * options.per_stream, options.at_least), seed=1000 * count + turn)
                 ready.send(prompts[:count], count, body | {"max_tokens": WARM_UP_TOKENS})
-                yield count, ready.send(prompts, count, body), ready.version
+                yield count, ready.send(prompts, count, body), ready
 
 
 @contextlib.contextmanager
 def _over_http(starting: contextlib.AbstractContextManager[servers.Server]) -> Iterator[Ready]:
     with starting as server:
-        yield Ready(partial(_send_to_server, server), server.version, _sample(server))
+        yield Ready(partial(_send_to_server, server), server.version, server.weight_bytes, _sample(server))
 
 
 def _sample(server: servers.Server) -> str:
@@ -211,5 +236,9 @@ def _send_to_server(server: servers.Server, prompts: Sequence[str], streams: int
 def _bare(draft: str) -> Iterator[Ready]:
     with bare_engine(draft) as engine:
         yield Ready(
-            lambda prompts, streams, body: engine.load(prompts, streams=streams, max_tokens=body["max_tokens"]), ""
+            lambda prompts, streams, body: engine.load(prompts, streams=streams, max_tokens=body["max_tokens"]),
+            version="",
+            weight_bytes=model_bytes(EngineConfig.parse({"model": EMBEDDED, "device": "cpu"}), resolve_model(EMBEDDED))[
+                0
+            ],
         )

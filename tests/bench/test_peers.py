@@ -16,6 +16,7 @@ from bench.load.client import Response, Run
 from bench.load.workload import built_in
 from bench.peers.report import Report, Row, as_markdown, plot, write
 from bench.peers.run import Contender, Ready, contenders, measure_peers
+from deployments.local import yaml_config
 from engine.errors import ConfigError, EngineUnavailable
 
 OPTIONS = argparse.Namespace(
@@ -105,21 +106,23 @@ def report() -> Report:
     tpots = {
         "engine alone": (0.008, False, False),
         "paceline plain": (0.010, False, False),
+        "paceline plain bf16": (0.015, False, False),
         "paceline": (0.005, False, True),
         "vllm": (0.020, True, False),
         "vllm ngram": (0.0125, True, True),
+        "llama.cpp same file": (0.025, True, False),
     }
     rows = tuple(
-        Row(name, "v", is_peer, drafts, 1, (run(1, ttft_s=1e-6, tpot_s=tpot_s),))
+        Row(name, "v", is_peer, drafts, 1, (run(1, ttft_s=1e-6, tpot_s=tpot_s),), 250_000_000)
         for name, (tpot_s, is_peer, drafts) in tpots.items()
     )
-    return Report({"cpu": "c", "cores": 2, "date": "d"}, "chat", 64, 50e9, 250_000_000, rows)
+    return Report({"cpu": "c", "cores": 2, "date": "d"}, "chat", 64, 50e9, rows)
 
 
 def test_ratios_are_to_the_best_peer() -> None:
     text = as_markdown(report())
     (ratios,) = [line for line in text.splitlines() if line.startswith("| 1 | 2.00")]
-    assert ratios == "| 1 | 2.00 | 2.50 | 1.00 | 2.00 | 0.80 |"
+    assert ratios == "| 1 | 2.00 | 2.50 | 1.50 | 2.50 | 1.00 | 2.00 | 0.80 |"
 
 
 def test_the_roofline_is_bytes_read_per_second_over_the_bandwidth() -> None:
@@ -136,6 +139,14 @@ def test_figures_are_written_and_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot(report(), tmp_path / "peers.png")
     assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_settings_without_an_option_go_into_a_copy_of_the_default_deployment(tmp_path: Path) -> None:
+    file = servers.deployment_file(tmp_path, {"packed": "off"})
+    (changed,) = yaml_config.check(yaml_config.load(file))
+    (default,) = yaml_config.check(yaml_config.load(yaml_config.DEFAULT_FILE))
+    assert (default.engine.packed, changed.engine.packed) == ("auto", "off")
+    assert changed.engine.model_copy(update={"packed": "auto"}) == default.engine
 
 
 def test_a_missing_peer_is_a_config_error() -> None:
