@@ -17,7 +17,7 @@
 namespace {
 
 constexpr int kTile = 16;       // inputs of a tile
-constexpr int kChunk = 256;     // inputs that are expanded at once for several rows; they stay in the L1 cache
+constexpr int kChunk = 320;     // inputs that are expanded at once for several rows; they stay in the L1 cache
 constexpr int kRowChunk = 96;   // rows of one product; their inputs and one panel fit in the L2 cache
 constexpr int kFewRows = 6;     // rows that use each weight as soon as it is expanded
 constexpr int kBytesAhead = 4096;  // prefetch distance
@@ -49,28 +49,30 @@ inline Header load_header(const Matrix& m, const uint8_t* at) {
           {_mm512_permutexvar_ps(low, minimum), _mm512_permutexvar_ps(high, minimum)}};
 }
 
-// Calls use(p, weights) for each pair of inputs of a tile; weights has the layout of a line of matrix.h.
-template <int kBits, class Use>
-inline void expand_tile(const Header& header, const uint8_t* tile, __m512 table, const Use& use) {
-  __m512i words[2];
-  if (kBits == 4)
-    for (int h = 0; h < 2; ++h) words[h] = _mm512_loadu_si512(tile + h * 64);
+// Calls use(b, p, weights) for each pair of inputs p of the tiles of G column blocks, which are `apart` bytes apart;
+// weights has the layout of a line of matrix.h.
+template <int kBits, int G, class Use>
+inline void expand_tiles(const Header* headers, const uint8_t* tiles, long apart, __m512 table, const Use& use) {
 #pragma GCC unroll 8
-  for (int p = 0; p < kTile / 2; ++p) {
-    __m512 values[2];
+  for (int p = 0; p < kTile / 2; ++p)
 #pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
-      __m512 code;
-      if (kBits == 4) {
-        code = _mm512_permutexvar_ps(_mm512_srli_epi32(words[h], 4 * p), table);  // reads the lowest four bits
-      } else {
-        const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(tile) + 2 * p + h);
-        code = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+    for (int b = 0; b < G; ++b) {
+      const uint8_t* tile = tiles + b * apart;
+      __m512 values[2];
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h) {
+        __m512 code;
+        if (kBits == 4) {
+          const __m512i words = _mm512_loadu_si512(tile + h * 64);
+          code = _mm512_permutexvar_ps(_mm512_srli_epi32(words, 4 * p), table);  // reads the lowest four bits
+        } else {
+          const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(tile) + 2 * p + h);
+          code = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+        }
+        values[h] = _mm512_fmadd_ps(headers[b].scale[h], code, headers[b].minimum[h]);
       }
-      values[h] = _mm512_fmadd_ps(header.scale[h], code, header.minimum[h]);
+      use(b, p, _mm512_cvtne2ps_pbh(values[1], values[0]));
     }
-    use(p, _mm512_cvtne2ps_pbh(values[1], values[0]));
-  }
 }
 
 inline float read_scale(const Matrix& m, const uint8_t* block, int index, int lane) {
@@ -92,22 +94,29 @@ inline __m512 code_table(const Matrix& m) {
 }
 
 // Calls use(b, p, weights) for all column blocks b and pairs of inputs p from input `begin` to `end`, ascending in p for
-// each b. Both are multiples of kTile.
-template <int kBits, int B, class Use>
+// each b. Both are multiples of kTile. G column blocks are expanded in turns.
+template <int kBits, int B, int G, class Use>
 inline void expand(const Matrix& m, const uint8_t* panel, int begin, int end, const Use& use) {
+  constexpr int kStep = kBits * kTile * kLanes / 8;  // bytes of a tile
   const long size = block_bytes(m);
-  const int head = header_bytes(m), step = tile_bytes(m);
+  const int head = header_bytes(m);
   const __m512 table = code_table(m);
   for (int from = begin; from < end;) {
     const int block = from / m.block, to = std::min(end, (block + 1) * m.block);
     const uint8_t* at = panel + size * block * B;
 #pragma GCC unroll 4
-    for (int b = 0; b < B; ++b, at += size) {
-      const Header header = load_header(m, at);
-      const uint8_t* tile = at + head + static_cast<long>((from - block * m.block) / kTile) * step;
-      for (int k = from; k < to; k += kTile, tile += step) {
-        for (int line = 0; line < step; line += 64) _mm_prefetch(tile + line + kBytesAhead, _MM_HINT_T1);
-        expand_tile<kBits>(header, tile, table, [&](int p, __m512bh weights) { use(b, k / 2 + p, weights); });
+    for (int first = 0; first < B; first += G, at += G * size) {
+      Header headers[G];
+#pragma GCC unroll 2
+      for (int b = 0; b < G; ++b) headers[b] = load_header(m, at + b * size);
+      const uint8_t* tiles = at + head + static_cast<long>((from - block * m.block) / kTile) * kStep;
+      for (int k = from; k < to; k += kTile, tiles += kStep) {
+#pragma GCC unroll 2
+        for (int b = 0; b < G; ++b)
+#pragma GCC unroll 4
+          for (int line = 0; line < kStep; line += 64) _mm_prefetch(tiles + b * size + line + kBytesAhead, _MM_HINT_T1);
+        expand_tiles<kBits, G>(headers, tiles, size, table,
+                            [&](int b, int p, __m512bh weights) { use(first + b, k / 2 + p, weights); });
       }
     }
     from = to;
@@ -122,7 +131,9 @@ void multiply_few(const Matrix& m, const bf16* x, const uint8_t* panel, float* t
   for (int row = 0; row < M; ++row)
 #pragma GCC unroll 4
     for (int b = 0; b < B; ++b) sums[row][b] = _mm512_setzero_ps();
-  expand<kBits, B>(m, panel, 0, m.depth, [&](int b, int p, __m512bh weights) {
+  // Two column blocks in turns have twice as many independent sums. More than 16 do not fit the registers with the scales.
+  constexpr int G = M * B <= 16 ? 2 : 1;
+  expand<kBits, B, G>(m, panel, 0, m.depth, [&](int b, int p, __m512bh weights) {
 #pragma GCC unroll 6
     for (int row = 0; row < M; ++row)
       sums[row][b] = _mm512_dpbf16_ps(sums[row][b], weights, as_bf16(pair(x + static_cast<long>(row) * m.depth + 2 * p)));
@@ -137,9 +148,11 @@ void multiply_few(const Matrix& m, const bf16* x, const uint8_t* panel, float* t
 template <int kBits, int B>
 void multiply_chunks(const Matrix& m, const bf16* x, int rows, const uint8_t* panel, float* tiles) {
   alignas(64) bf16 lines[kChunk * B * kLanes];
-  for (int begin = 0; begin < m.depth; begin += kChunk) {
-    const int end = std::min(m.depth, begin + kChunk);
-    expand<kBits, B>(m, panel, begin, end, [&](int b, int p, __m512bh weights) {
+  const int chunks = (m.depth + kChunk - 1) / kChunk;
+  const int size = (m.depth / kTile + chunks - 1) / chunks * kTile;
+  for (int begin = 0; begin < m.depth; begin += size) {
+    const int end = std::min(m.depth, begin + size);
+    expand<kBits, B, 1>(m, panel, begin, end, [&](int b, int p, __m512bh weights) {
       _mm512_store_si512(lines + static_cast<long>((p - begin / 2) * B + b) * 32, reinterpret_cast<__m512i>(weights));
     });
     each_group(B, 0, rows, [&](int first, int last, Multiply kernel) {
