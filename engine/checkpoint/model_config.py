@@ -188,7 +188,7 @@ class ModelConfig:
             architecture=(architecture := _architecture(values)),
             feature_layers=_feature_layers(values, may_be_open=variant is not None) if architecture == "eagle" else (),
             eagle3=variant,
-            positions_per_pass=_positions_per_pass(keys, is_chain=architecture != "eagle" or variant is not None),
+            positions_per_pass=_positions_per_pass(keys, is_chain=architecture != "eagle"),
             quantization=Quantization.parse(values.get("quantization_config")),
         )
 

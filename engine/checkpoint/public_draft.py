@@ -1,10 +1,12 @@
-"""EAGLE-3 heads in their two public layouts, read as a config of this package.
+"""EAGLE-3 and P-EAGLE heads in their two public layouts, read as a config of this package.
 
 Owns the keys of their `config.json`, the names of their tensors and the rule which layers of the target they read.
-Other published drafts are refused by name. Knows nothing of shapes: those are checked when tensors are read.
+DFlash drafts are in `engine.checkpoint.dflash_config`; other published drafts are refused by name. Knows nothing of
+shapes: those are checked when tensors are read.
 
     authors      flat config with `draft_vocab_size`; tensors fc, midlayer.*, norm, lm_head, d2t, t2d
     speculators  `speculators_model_type`, `transformer_layer_config`; tensors as above with layers.N.* for midlayer.*
+    P-EAGLE      either one, with the tensor mask_hidden and the id of the mask: `ptd_token_id` or `mask_token_id`
 
 Layer numbers: the reference implementation and vLLM number the input of a layer (j is the output of layer j - 1);
 `eagle_config` of checkpoints made for SGLang numbers the output (j is the output of layer j).
@@ -17,21 +19,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engine.checkpoint.config_keys import Keys
 from engine.errors import ConfigError
 
 SUPPORTED = (
-    "EAGLE-3 heads (the authors' layout, or speculators_model_type eagle3), Medusa heads and drafts of "
-    "`paceline distill`"
+    "EAGLE-3 and P-EAGLE heads and DFlash drafts (the authors' layouts, or speculators_model_type eagle3, peagle, "
+    "dflash), Medusa heads and drafts of `paceline distill`"
 )
 UNUSED_TENSORS = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 """Tensors of public heads that drafting does not need: `t2d` follows from `d2t`, the others belong to the target."""
-_OTHER_KEYS = {"dflash_config": "a DFlash draft", "ptd_token_id": "P-EAGLE"}
-"""Keys that name another kind of draft."""
-_OTHER_NAMES = {
-    "dflash": "a DFlash draft",
-    "peagle": "P-EAGLE",
-    "mlpspeculator": "an MLP draft",
-}
+MASK_HIDDEN = "mask_hidden"
+"""Tensor of P-EAGLE heads: what replaces the target's hidden states at masked positions."""
+DEFAULT_POSITIONS = 8
+"""Tokens that one pass of a P-EAGLE head drafts where its config names no number: the positions of its training."""
+_MASK_KEYS = ("ptd_token_id", "mask_token_id")
+_OTHER_NAMES = {"dspark": "a DSpark draft", "mlpspeculator": "an MLP draft"}
 _DEFAULT_NUM_FEATURES = 3
 
 
@@ -51,6 +53,8 @@ class Eagle3Variant:
     """Whether each feature layer has an RMSNorm of its own before `fc`."""
     norm_output: bool
     """Whether the next drafted token reads the output of the final norm instead of its input."""
+    mask_token_id: int | None = None
+    """Token at the masked positions of a P-EAGLE head; None for a chain."""
 
 
 def is_public(values: Mapping[str, Any]) -> bool:
@@ -58,7 +62,7 @@ def is_public(values: Mapping[str, Any]) -> bool:
     if "architecture" in values or "embed_tokens" in values:  # Paceline's own drafts say what they are.
         return False
     names = _names(values)
-    keys = ("speculators_model_type", "draft_vocab_size", *_OTHER_KEYS)
+    keys = ("speculators_model_type", "draft_vocab_size", "ptd_token_id")
     return any(key in values for key in keys) or "eagle" in names or any(name in names for name in _OTHER_NAMES)
 
 
@@ -83,6 +87,8 @@ def translate(values: Mapping[str, Any]) -> tuple[dict[str, Any], Eagle3Variant]
     norms = {key: _flag(values, key) for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
     if norms["norm_before_fc"] and norms["fc_norm"]:
         raise ConfigError("norm_before_fc, fc_norm: both are true, allowed is one of them")
+    mask = _mask_token(values)
+    positions = {} if mask is None else {"positions_per_pass": num_positions(values)}
     feature_size = values.get("target_hidden_size") or layer.get("hidden_size")
     if type(feature_size) is not int or feature_size < 1:
         raise ConfigError(f"target_hidden_size: {feature_size!r} is not a whole number above 0")
@@ -92,7 +98,12 @@ def translate(values: Mapping[str, Any]) -> tuple[dict[str, Any], Eagle3Variant]
         "architecture": "eagle",
         "feature_layers": layers,
     }
-    return own, Eagle3Variant(feature_size=feature_size, num_features=len(layers) or _DEFAULT_NUM_FEATURES, **norms)
+    return own | positions, Eagle3Variant(
+        feature_size=feature_size,
+        num_features=len(layers) or _DEFAULT_NUM_FEATURES,
+        mask_token_id=mask,
+        **norms,
+    )
 
 
 def default_feature_layers(num_layers: int) -> tuple[int, ...]:
@@ -116,20 +127,52 @@ def tensor_name(name: str) -> str:
     return f"model.{name}" if re.match(r"(layers\.\d+|norm|embed_tokens)\.", name) else name
 
 
+def num_positions(values: Mapping[str, Any]) -> int:
+    """Tokens that a draft in the speculators layout was trained to draft at once.
+
+    Raises:
+        ConfigError: the number is malformed, or 1.
+    """
+    proposals = (values.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    positions = Keys(proposals[0]).positive("speculative_tokens", DEFAULT_POSITIONS)
+    if positions < 2:
+        raise ConfigError(f"speculative_tokens: {positions} given, a parallel draft has at least 2")
+    return positions
+
+
+def check_mask_token(key: str, token: Any, vocab_size: Any) -> int:
+    """The id of a mask token.
+
+    Raises:
+        ConfigError: it is no id of the vocabulary.
+    """
+    if type(token) is not int or token < 0 or (type(vocab_size) is int and token >= vocab_size):
+        raise ConfigError(f"{key}: {token!r} is not a token id below vocab_size, which is {vocab_size}")
+    return token
+
+
+def _mask_token(values: Mapping[str, Any]) -> int | None:
+    """The mask token of a P-EAGLE head; None for a chain."""
+    vocab_size = values.get("transformer_layer_config", values).get("vocab_size")
+    found = [(key, values[key]) for key in _MASK_KEYS if values.get(key) is not None]
+    if found:
+        return check_mask_token(*found[0], vocab_size)
+    if values.get("speculators_model_type") == "peagle" or "peagle" in _names(values):
+        raise ConfigError(f"mask_token_id: missing from the config.json of a P-EAGLE head; {_MASK_KEYS} are read")
+    return None
+
+
 def _refuse_others(values: Mapping[str, Any]) -> None:
     kind = values.get("speculators_model_type")
-    if kind is not None and kind != "eagle3":
+    if kind not in (None, "eagle3", "peagle"):
         raise ConfigError(f"speculators_model_type: {kind!r} is not supported; supported are {SUPPORTED}")
-    for key, label in _OTHER_KEYS.items():
-        if key in values:
-            raise ConfigError(f"draft: {key} in its config.json means {label}, which is not supported; {SUPPORTED} are")
     names = _names(values)
     for name, label in _OTHER_NAMES.items():
         if name in names:
             raise ConfigError(
                 f"draft: its config.json names {label}, which is not supported; supported are {SUPPORTED}"
             )
-    if kind is None and "draft_vocab_size" not in values and "eagle3" not in names:
+    if kind is None and "draft_vocab_size" not in values and "eagle3" not in names and "peagle" not in names:
         raise ConfigError(f"draft: its config.json names EAGLE-1 or EAGLE-2, which is not supported; {SUPPORTED} are")
 
 

@@ -137,6 +137,10 @@ class WeightFiles:
     def __contains__(self, name: str) -> bool:
         return name in self._home
 
+    def has_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor is there and has this shape."""
+        return name in self._home and self.shape_of(name) == shape
+
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor that is there."""
         return tuple(self._view(name).get_shape())

@@ -21,7 +21,7 @@ from engine.core.step import ForwardInput
 from engine.draft.architectures import Ahead, EagleArchitecture, Outputs
 from engine.errors import EngineError
 from engine.model.decoder import LayerCache
-from engine.model.eagle_head import EagleHead
+from engine.model.eagle_head import Eagle3Head, EagleHead
 from engine.model.load import Model
 from engine.sampling.staging import to_device
 
@@ -50,10 +50,16 @@ class ParallelEagleArchitecture(EagleArchitecture):
         positions_per_pass: number of tokens that the draft was trained to draft with one forward.
     """
 
-    def __init__(self, head: EagleHead, decoder: Model, caches: list[LayerCache], *, positions_per_pass: int) -> None:
+    def __init__(
+        self,
+        head: EagleHead | Eagle3Head,
+        decoder: Model,
+        caches: list[LayerCache],
+        *,
+        positions_per_pass: int,
+    ) -> None:
         super().__init__(head, decoder, caches)
         self.positions_per_pass = positions_per_pass
-        self._eagle_head = head
 
     def compute_committed(
         self, forward_input: ForwardInput, features: torch.Tensor | None, num_masked: Sequence[int] = ()
@@ -77,8 +83,8 @@ class ParallelEagleArchitecture(EagleArchitecture):
         order[masked] = len(committed) + np.repeat(np.arange(len(spans)), counts[spans])
         firsts = np.flatnonzero(~is_masked[forward_input.logit_rows])
         arrays = to_device([committed, lasts, order, firsts], self._decoder.device)
-        inputs = self._eagle_head.committed_inputs(self._tokens(forward_input).index_select(0, arrays[0]), features)
-        inputs = torch.cat((inputs, self._eagle_head.masked_inputs(inputs.index_select(0, arrays[1]))))
+        inputs = self._head.committed_inputs(self._tokens(forward_input).index_select(0, arrays[0]), features)
+        inputs = torch.cat((inputs, self._head.masked_inputs(inputs.index_select(0, arrays[1]))))
         result = self._decoder.forward(forward_input, self._caches, inputs.index_select(0, arrays[2]))
         logits = result.require_logits()
         return Outputs(logits.index_select(0, arrays[3]), None, Ahead(logits, firsts + 1))

@@ -12,11 +12,12 @@ files or caches.
                  masked      carry(norm of the last committed input) + mask, in a parallel draft
     public       committed   norm e(x[p]) beside fc(f[p-1])            -> layers -> a[p]   -> logits of x[p+1]
                  drafted     norm e(x[p]) beside a[p-1]                -> layers -> a[p]   -> logits of x[p+1]
+                 masked      norm e(mask) beside fc(mask features), in a P-EAGLE head (Hui et al. 2026)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -118,6 +119,31 @@ class Eagle3Head:
     """Norm of the previous hidden state; None where the next position reads it as it is."""
     feature_width: int
     """Numbers per position of the target's features: F * T."""
+    mask_features: torch.Tensor | None = None
+    """[F * T] what replaces the target's features at the masked positions of a P-EAGLE head; None for a chain."""
+    mask: torch.Tensor | None = None
+    """[2 H] the decoder's input at masked positions, from `with_mask`."""
+
+    def with_mask(self, embedded: torch.Tensor) -> Eagle3Head:
+        """This head with the input of its masked positions, which is the same at all of them.
+
+        Args:
+            embedded: [H] embedding of the mask token.
+        """
+        if self.mask_features is None:
+            return self
+        mask = self.committed_inputs(self.project_tokens(embedded[None]), self.mask_features[None])
+        return replace(self, mask=mask[0])
+
+    def masked_inputs(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The decoder's input at the masked positions after committed tokens: [N, 2 H], for N of them.
+
+        Raises:
+            ValueError: the head is a chain.
+        """
+        if self.mask is None:
+            raise ValueError("mask: an EAGLE-3 head that is a chain has no masked positions")
+        return self.mask.expand(len(inputs), -1)
 
     def project_tokens(self, embedded: torch.Tensor) -> torch.Tensor:
         """The part of the input that depends on the token only. [N, H] -> [N, H]."""

@@ -6,6 +6,7 @@ read as every other one (`engine.model.shard_weights`).
 
 from __future__ import annotations
 
+from engine.checkpoint.public_draft import MASK_HIDDEN
 from engine.errors import ConfigError
 from engine.model.eagle_head import Eagle3Head, EagleHead
 from engine.model.layers import RmsNorm
@@ -59,10 +60,15 @@ class EagleLoader(Loader):
         elif variant.fc_norm:
             names = (f"fc_norm.{index}.weight" for index in range(variant.num_features))
             feature_norms = tuple(self._norm(name, variant.feature_size) for name in names)
+        mask_features = None
+        if variant.mask_token_id is not None:
+            shape = (1, width) if self._files.has_shape(MASK_HIDDEN, (1, width)) else (1, 1, width)
+            mask_features = self._read(MASK_HIDDEN, shape).view(width)
         return Eagle3Head(
             feature_norms=feature_norms,
             fuse=self._make(fuse, None),
             token_norm=self._norm("model.layers.0.input_layernorm.weight", hidden),
             output_norm=self._norm("model.norm.weight", hidden) if variant.norm_output else None,
             feature_width=width,
+            mask_features=mask_features,
         )

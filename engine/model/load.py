@@ -16,7 +16,7 @@ import torch
 
 from engine.checkpoint.draft_check import check_draft
 from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.public_draft import SUPPORTED, tensor_name
+from engine.checkpoint.public_draft import MASK_HIDDEN, SUPPORTED, tensor_name
 from engine.checkpoint.weights import WHOLE, ShardSpec, WeightFiles
 from engine.errors import ConfigError
 from engine.model.attention import make_attention
@@ -144,6 +144,9 @@ def load_draft(
         target_folder=target_folder,
         feature_layers=() if head is None else (config.num_layers - 1,),
     )
+    if isinstance(head, Eagle3Head) and config.eagle3 is not None and config.eagle3.mask_token_id is not None:
+        with torch.inference_mode():
+            head = head.with_mask(decoder.embedding[config.eagle3.mask_token_id])
     return LoadedDraft(decoder, head)
 
 
@@ -153,12 +156,14 @@ def _refuse_other_drafts(config: ModelConfig, files: WeightFiles) -> None:
     Raises:
         ConfigError: names the kind, and what is supported.
     """
-    kind = "EAGLE-1 or EAGLE-2" if config.architecture == "draft_model" and "fc.weight" in files else None
-    if config.eagle3 is not None and "mask_hidden" in files:
-        kind = "P-EAGLE"
-    if kind is not None:
+    if config.architecture == "draft_model" and "fc.weight" in files:
         raise ConfigError(
-            f"draft: the tensors in {files.folder} are of {kind}, which is not supported; {SUPPORTED} are"
+            f"draft: the tensors in {files.folder} are of EAGLE-1 or EAGLE-2, which is not supported; {SUPPORTED} are"
+        )
+    if config.eagle3 is not None and config.eagle3.mask_token_id is None and MASK_HIDDEN in files:
+        raise ConfigError(
+            f"draft: {files.folder} has the tensor {MASK_HIDDEN} of a P-EAGLE head, but its config.json names no "
+            "ptd_token_id or mask_token_id"
         )
 
 

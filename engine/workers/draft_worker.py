@@ -31,7 +31,6 @@ from engine.graphs.forward import CudaCapture, GraphedForward
 from engine.medusa.heads import load_heads
 from engine.metrics.counters import MetricCounters, MetricSnapshot
 from engine.model.device import pick_device, pick_dtype, release_freed_memory, set_threads, with_device
-from engine.model.eagle_head import EagleHead
 from engine.model.load import LoadedDraft, load_draft
 from engine.model.runner import ModelRunner, kv_bytes_per_token, num_kv_blocks
 from engine.sampling.grammar import Grammars
@@ -274,7 +273,7 @@ def _architecture(config: EngineConfig, draft: LoadedDraft, width: int, *, num_b
     longest = draft.decoder.config.max_model_len
     max_kv = min(config.max_model_len or longest, longest)
     positions = draft.decoder.config.positions_per_pass
-    if isinstance(draft.head, EagleHead) and positions > 1:  # It has no forward over drafted tokens to record.
+    if draft.head is not None and positions > 1:  # It has no forward over drafted tokens to record.
         return ParallelEagleArchitecture(draft.head, draft.decoder, runner.caches, positions_per_pass=positions)
     if draft.head is not None:
         eagle = EagleArchitecture(draft.head, draft.decoder, runner.caches)

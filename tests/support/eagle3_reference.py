@@ -1,4 +1,4 @@
-"""EAGLE-3 heads with random weights, written in both public layouts, and a plain implementation of what they compute.
+"""EAGLE-3 and P-EAGLE heads with random weights in both public layouts, and a plain implementation of both.
 
 The implementation follows the definition of the format, not the engine: it has no cache and no batch, and computes the
 whole text again for each drafted token.
@@ -6,6 +6,7 @@ whole text again for each drafted token.
     first layer   q, k, v read [norm(embedding of x[p]); norm(h)], h = fc(features at p - 1), or the head's own output
     residual      h, or norm(h) with `norm_before_residual`
     output        the state before the final norm is the next h, or the state after it with `norm_output`
+    masked        of P-EAGLE: x is the mask token and `mask_hidden` stands for the features
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+MASK = "mask_hidden"
+
 
 @dataclass(frozen=True)
 class PublicHead:
@@ -35,6 +38,8 @@ class PublicHead:
     draft_vocab: Tensor
     """[N] target ids, ascending."""
     tensors: dict[str, Tensor]
+    positions: int = 3
+    """`speculative_tokens` of the speculators layout."""
 
 
 def make_head(
@@ -56,7 +61,7 @@ def make_head(
         layer: changes of the transformer layer's config.
         own_embedding: whether the head has an embedding of its own.
         seed: of the weights.
-        options: keys of the head itself.
+        options: keys of the head itself. With `mask_token_id` it is a P-EAGLE head.
     """
     of_target = json.loads((target / "config.json").read_text())
     size, vocab = of_target["hidden_size"], of_target["vocab_size"]
@@ -109,6 +114,8 @@ def make_head(
         tensors["input_norm.weight"] = norm(width)
     if options.get("fc_norm"):
         tensors |= {f"fc_norm.{index}.weight": norm(size) for index in range(num_features)}
+    if "mask_token_id" in options:
+        tensors[MASK] = 3 * matrix(1, width)
     return PublicHead(config, options, draft_vocab, tensors)
 
 
@@ -123,15 +130,19 @@ def write_head(head: PublicHead, folder: Path, layout: str, **changes: Any) -> P
     if layout == "authors":
         tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
         config = {**head.layer, **head.options, "architectures": ["LlamaForCausalLM"], "draft_vocab_size": size}
+        if MASK in tensors:
+            config["ptd_token_id"] = config.pop("mask_token_id")
     else:
+        if MASK in tensors:
+            tensors[MASK] = tensors[MASK][None]
         config = {
-            "architectures": ["Eagle3Speculator"],
-            "speculators_model_type": "eagle3",
+            "architectures": ["PEagleSpeculator" if MASK in tensors else "Eagle3Speculator"],
+            "speculators_model_type": "peagle" if MASK in tensors else "eagle3",
             "speculators_version": "0.9.0",
             "speculators_config": {
                 "algorithm": "eagle3",
                 "default_proposal_method": "greedy",
-                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": head.positions}],
                 "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": None},
             },
             "transformer_layer_config": head.layer,
@@ -164,6 +175,25 @@ def reference_logits(
         found.append(head.tensors["lm_head.weight"] @ normed)
         sources.append(normed if head.options.get("norm_output") else x)
     return found
+
+
+def parallel_logits(
+    head: PublicHead, embedding: Tensor, tokens: Sequence[int], features: Tensor, num_drafted: int
+) -> Tensor:
+    """[num_drafted, N] logits of the tokens that one pass of a P-EAGLE head drafts.
+
+    Args:
+        head: the head.
+        embedding: [vocab, hidden] of the target; unused where the head has its own.
+        tokens: known tokens.
+        features: [len(tokens) - 1, F * T] of the target.
+        num_drafted: the first is drafted at the last known token, the others at masked positions after it.
+    """
+    embedding = head.tensors.get("embed_tokens.weight", embedding)
+    ids = [*tokens[1:], *[head.options["mask_token_id"]] * (num_drafted - 1)]
+    masked = head.tensors[MASK].expand(num_drafted - 1, -1)
+    x = _layers(head, embedding[torch.tensor(ids)], _fused(head, torch.cat((features, masked))))
+    return _norm(head, x[-num_drafted:], head.tensors["norm.weight"]) @ head.tensors["lm_head.weight"].T
 
 
 def _norm(head: PublicHead, x: Tensor, weight: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from engine.draft.architectures import EagleArchitecture
 from engine.draft.messages import DraftRequestRow
 from engine.draft.parallel import ParallelEagleArchitecture
 from engine.draft.proposer import Proposer
-from engine.model.eagle_head import EagleHead
 from engine.model.load import load_draft, load_model
 from engine.model.runner import ModelRunner
 from engine.sampling.row_sampling import RowSampling
@@ -42,7 +41,6 @@ def make_proposer(folder: Path, target_folder: Path) -> Proposer:
     vocab, positions = loaded.decoder.draft_vocab, loaded.decoder.config.positions_per_pass
     architecture = EagleArchitecture(loaded.head, loaded.decoder, caches)
     if positions > 1:
-        assert isinstance(loaded.head, EagleHead)
         architecture = ParallelEagleArchitecture(loaded.head, loaded.decoder, caches, positions_per_pass=positions)
     return Proposer(architecture, pool, vocab=vocab, max_model_len=512)
 

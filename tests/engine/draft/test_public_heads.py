@@ -159,12 +159,13 @@ def test_as_many_tokens_are_accepted_as_the_format_gives(tmp_path: Path) -> None
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"speculators_model_type": "peagle"}, "speculators_model_type: 'peagle' is not supported; supported are EAGLE-3"),
-    ({"speculators_model_type": "dflash"}, "speculators_model_type: 'dflash' is not supported"),
+    ({"speculators_model_type": "dspark"}, "speculators_model_type: 'dspark' is not supported; supported are EAGLE-3"),
     ({"speculators_model_type": "eagle"}, "speculators_model_type: 'eagle' is not supported"),
-    ({"architectures": ["DFlashDraftModel"]}, "names a DFlash draft, which is not supported"),
+    ({"architectures": ["DSparkDraftModel"]}, "names a DSpark draft, which is not supported"),
     ({"architectures": ["EagleLlamaForCausalLM"], "draft_vocab_size": ...}, "names EAGLE-1 or EAGLE-2"),
-    ({"ptd_token_id": 4}, "ptd_token_id in its config.json means P-EAGLE"),
+    ({"ptd_token_id": 4}, "lacks tensor mask_hidden"),
+    ({"ptd_token_id": VOCAB}, "ptd_token_id: 97 is not a token id below vocab_size, which is 97"),
+    ({"speculators_model_type": "peagle"}, "mask_token_id: missing from the config.json of a P-EAGLE head"),
     ({"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config.use_aux_hidden_state: False is not supported"),
     ({"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}, r"\[0, 2, 3\] given, allowed is a list of different layer"),
     ({"eagle_aux_hidden_state_layer_ids": [2, 2, 3]}, r"\[2, 2, 3\] given"),
@@ -196,7 +197,7 @@ def test_other_drafts_are_refused_by_name(
     [
         ("midlayer.hidden_norm.weight", None, "lacks tensor model.layers.0.hidden_norm.weight"),
         ("d2t", None, "lacks tensor d2t"),
-        ("t2d", "mask_hidden", "the tensors in .* are of P-EAGLE, which is not supported"),
+        ("t2d", "mask_hidden", "has the tensor mask_hidden of a P-EAGLE head, but its config.json names no ptd_token"),
         ("t2d", "fc.bias", r"holds 1 tensors that config.json does not imply: fc.bias"),
     ],
 )
