@@ -28,7 +28,7 @@ TOP = {
 LAYERS = {
     "engine": (
         "workers",
-        "draft_buffer medusa",
+        "draft_buffer medusa dflash",
         "draft",
         "graphs lora lookup",
         "model metrics ipc",

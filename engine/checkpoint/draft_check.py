@@ -37,7 +37,7 @@ def check_draft(folder: Path, target_folder: Path) -> ModelConfig:
         raise ConfigError(f"model: {target_folder} holds Medusa heads, which are a draft and no model")
     if draft.medusa is not None:
         draft = fit_medusa(draft, target)
-    if draft.eagle3 is not None:
+    if draft.is_published:
         draft = replace(
             draft,
             feature_layers=draft.feature_layers or default_feature_layers(target.num_layers),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from engine.checkpoint.config_keys import Keys
+from engine.checkpoint.dflash_config import DFlashVariant, is_dflash, translate_dflash
 from engine.checkpoint.families import (
     FAMILIES,
     Activation,
@@ -27,7 +28,7 @@ from engine.checkpoint.families import (
 )
 from engine.checkpoint.medusa_config import MedusaVariant, is_medusa, medusa_fields
 from engine.checkpoint.public_draft import Eagle3Variant, is_public, translate
-from engine.checkpoint.rope_config import RopeScaling, read_rope
+from engine.checkpoint.rope_config import RopeScaling, read_rope, rotary_dim
 from engine.errors import ConfigError
 from engine.quantization.config import Quantization
 
@@ -98,6 +99,8 @@ class ModelConfig:
     head before `engine.checkpoint.draft_check` fills in those that follow from the target."""
     eagle3: Eagle3Variant | None = None
     """How the EAGLE-3 head of an `eagle` draft in a public layout differs from others; None for other models."""
+    dflash: DFlashVariant | None = None
+    """The block of an `eagle` draft that is a DFlash draft; None for other models."""
     positions_per_pass: int = 1
     """Tokens that one forward of a draft drafts: 1 for a chain, more for a parallel `eagle` draft and for `medusa`."""
     medusa: MedusaVariant | None = None
@@ -124,8 +127,10 @@ class ModelConfig:
         """
         if is_medusa(values):
             return cls(**medusa_fields(values))
-        variant = None
-        if is_public(values):
+        variant, dflash = None, None
+        if is_dflash(values):
+            values, dflash = translate_dflash(values)
+        elif is_public(values):
             values, variant = translate(values)
         family = values.get("model_type")
         if family == "gemma3":
@@ -150,7 +155,6 @@ class ModelConfig:
         head_dim = keys.positive("head_dim", 256 if is_gemma else max(hidden_size // num_heads, 1))
         if head_dim % 2:
             raise ConfigError(f"head_dim: {head_dim} is odd; rotary embedding needs an even one")
-        rotary_dim = _rotary_dim(head_dim, rope.rotated_share, rope.scaling)
         windows = read_windows(values, keys, num_layers)
         query_scale = (keys.number("query_pre_attn_scalar", 256.0) / head_dim) ** -0.5 if is_gemma else 1.0
         return cls(
@@ -171,7 +175,7 @@ class ModelConfig:
             o_bias=False if family == "qwen2" else attention_bias,
             mlp_bias=keys.flag("mlp_bias", default=False),
             qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
-            rotary_dim=rotary_dim,
+            rotary_dim=rotary_dim(head_dim, rope.rotated_share, rope.scaling),
             local_rope_theta=rope.local_theta,
             local_layers=frozenset(layer for layer, window in enumerate(windows) if window),
             windows=windows,
@@ -188,6 +192,7 @@ class ModelConfig:
             architecture=(architecture := _architecture(values)),
             feature_layers=_feature_layers(values, may_be_open=variant is not None) if architecture == "eagle" else (),
             eagle3=variant,
+            dflash=dflash,
             positions_per_pass=_positions_per_pass(keys, is_chain=architecture != "eagle"),
             quantization=Quantization.parse(values.get("quantization_config")),
         )
@@ -225,6 +230,11 @@ class ModelConfig:
         return count + self.vocab_size * hidden + head + hidden
 
     @property
+    def is_published(self) -> bool:
+        """Whether it is a draft on the target's hidden states in a layout that others define."""
+        return self.eagle3 is not None or self.dflash is not None
+
+    @property
     def beyond_llama(self) -> str | None:
         """The first feature that only the PyTorch kernels compute; None if there is none."""
         features = {
@@ -260,24 +270,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"model: {path} does not hold a JSON object")
     return values
-
-
-def _rotary_dim(head_dim: int, share: float, scaling: RopeScaling | None) -> int:
-    """Dimensions of a head that are rotated.
-
-    Raises:
-        ConfigError: it is no even number, or the factors of longrope are of another number.
-    """
-    rotary_dim = int(head_dim * share)
-    if rotary_dim < 2 or rotary_dim % 2:
-        raise ConfigError(f"partial_rotary_factor: {share} of head_dim {head_dim} is not an even number above 0")
-    if scaling is not None and scaling.kind == "longrope":
-        for name, factors in (("short_factor", scaling.short_factors), ("long_factor", scaling.long_factors)):
-            if len(factors) != rotary_dim // 2:
-                raise ConfigError(f"{name}: {len(factors)} numbers given; {rotary_dim // 2} are needed, one per pair")
-    if scaling is not None and scaling.kind == "dynamic" and rotary_dim < 4:
-        raise ConfigError(f"rope_type: dynamic needs at least 4 rotated dimensions, given {rotary_dim}")
-    return rotary_dim
 
 
 def _eos(values: dict[str, Any]) -> tuple[int, ...]:

@@ -61,7 +61,7 @@ def is_public(values: Mapping[str, Any]) -> bool:
     """Whether a `config.json` is of a published draft: an EAGLE-3 head, or another kind that names itself."""
     if "architecture" in values or "embed_tokens" in values:  # Paceline's own drafts say what they are.
         return False
-    names = _names(values)
+    names = config_names(values)
     keys = ("speculators_model_type", "draft_vocab_size", "ptd_token_id")
     return any(key in values for key in keys) or "eagle" in names or any(name in names for name in _OTHER_NAMES)
 
@@ -140,6 +140,13 @@ def num_positions(values: Mapping[str, Any]) -> int:
     return positions
 
 
+def config_names(values: Mapping[str, Any]) -> str:
+    """The names that a config gives its architecture, in lower case without separators."""
+    given = values.get("architectures")
+    listed = [str(name) for name in given] if isinstance(given, list) else []
+    return re.sub(r"[^a-z0-9 ]", "", " ".join([*listed, str(values.get("model_type", ""))]).lower())
+
+
 def check_mask_token(key: str, token: Any, vocab_size: Any) -> int:
     """The id of a mask token.
 
@@ -157,7 +164,7 @@ def _mask_token(values: Mapping[str, Any]) -> int | None:
     found = [(key, values[key]) for key in _MASK_KEYS if values.get(key) is not None]
     if found:
         return check_mask_token(*found[0], vocab_size)
-    if values.get("speculators_model_type") == "peagle" or "peagle" in _names(values):
+    if values.get("speculators_model_type") == "peagle" or "peagle" in config_names(values):
         raise ConfigError(f"mask_token_id: missing from the config.json of a P-EAGLE head; {_MASK_KEYS} are read")
     return None
 
@@ -166,7 +173,7 @@ def _refuse_others(values: Mapping[str, Any]) -> None:
     kind = values.get("speculators_model_type")
     if kind not in (None, "eagle3", "peagle"):
         raise ConfigError(f"speculators_model_type: {kind!r} is not supported; supported are {SUPPORTED}")
-    names = _names(values)
+    names = config_names(values)
     for name, label in _OTHER_NAMES.items():
         if name in names:
             raise ConfigError(
@@ -197,10 +204,3 @@ def _flag(values: Mapping[str, Any], key: str) -> bool:
     if value is not True and value is not False:
         raise ConfigError(f"{key}: {value!r} is neither true nor false")
     return value
-
-
-def _names(values: Mapping[str, Any]) -> str:
-    """The names that a config gives its architecture, in lower case without separators."""
-    given = values.get("architectures")
-    listed = [str(name) for name in given] if isinstance(given, list) else []
-    return re.sub(r"[^a-z0-9 ]", "", " ".join([*listed, str(values.get("model_type", ""))]).lower())

@@ -101,6 +101,24 @@ def read_rope(values: dict[str, Any], *, max_position: int) -> RopeConfig:
     )
 
 
+def rotary_dim(head_dim: int, share: float, scaling: RopeScaling | None) -> int:
+    """Dimensions of a head that are rotated.
+
+    Raises:
+        ConfigError: it is no even number, or the factors of longrope are of another number.
+    """
+    size = int(head_dim * share)
+    if size < 2 or size % 2:
+        raise ConfigError(f"partial_rotary_factor: {share} of head_dim {head_dim} is not an even number above 0")
+    if scaling is not None and scaling.kind == "longrope":
+        for name, factors in (("short_factor", scaling.short_factors), ("long_factor", scaling.long_factors)):
+            if len(factors) != size // 2:
+                raise ConfigError(f"{name}: {len(factors)} numbers given; {size // 2} are needed, one per pair")
+    if scaling is not None and scaling.kind == "dynamic" and size < 4:
+        raise ConfigError(f"rope_type: dynamic needs at least 4 rotated dimensions, given {rotary_dim}")
+    return size
+
+
 def _gemma_layers(values: dict[str, Any], name: str, rope: dict[str, Any]) -> tuple[float, dict[str, Any]]:
     """Base of the layers with a window, and the parameters of the others."""
     if "full_attention" not in rope and "sliding_attention" not in rope:

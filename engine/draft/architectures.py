@@ -86,6 +86,8 @@ class Architecture(Protocol):
     """Whether a committed token needs the target's features at the position before it to get a KV slot."""
     positions_per_pass: int
     """Tokens that one forward drafts: 1 for a chain. A parallel draft drafts at most this many, with one forward."""
+    block_rows: int
+    """Masked rows of a span that is drafted for, whatever K; 0 where they are one less than K. Chains have none."""
 
     def compute_committed(
         self, forward_input: ForwardInput, features: torch.Tensor | None, num_masked: Sequence[int] = ()
@@ -111,6 +113,15 @@ class Architecture(Protocol):
         ...
 
 
+def token_ids_of(forward_input: ForwardInput, device: torch.device) -> torch.Tensor:
+    """[N] int64 token of each row, of which the host may not know some."""
+    told, known = forward_input.token_ids.astype(np.int64), forward_input.device_tokens
+    if known is None:
+        return to_device([told], device)[0]
+    told_ids, places = to_device([told, known.places], device)
+    return with_device_tokens(told_ids, known.ids, places)
+
+
 class PlainArchitecture:
     """A separate small language model.
 
@@ -120,6 +131,7 @@ class PlainArchitecture:
 
     reads_features = False
     positions_per_pass = 1
+    block_rows = 0
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
@@ -146,6 +158,7 @@ class EagleArchitecture:
 
     reads_features = True
     positions_per_pass = 1
+    block_rows = 0
 
     def __init__(self, head: EagleHead | Eagle3Head, decoder: Model, caches: list[LayerCache]) -> None:
         self._head = head
@@ -189,14 +202,7 @@ class EagleArchitecture:
         return self._forward(forward_input, self._head.drafted_inputs(self._tokens(forward_input), previous_hidden))
 
     def _tokens(self, forward_input: ForwardInput) -> torch.Tensor:
-        known = forward_input.device_tokens
-        if known is None:
-            ids = self._index(forward_input.token_ids)
-        else:
-            told = forward_input.token_ids.astype(np.int64)
-            told_ids, places = to_device([told, known.places], self._decoder.device)
-            ids = with_device_tokens(told_ids, known.ids, places)
-        return self._projected(ids)
+        return self._projected(token_ids_of(forward_input, self._decoder.device))
 
     def _projected(self, ids: torch.Tensor) -> torch.Tensor:
         if self._table is not None:

@@ -26,15 +26,21 @@ from engine.model.load import Model
 from engine.sampling.staging import to_device
 
 
-def with_masked(span: SpanRows, count: int) -> SpanRows:
-    """The span with `count` masked rows after its last one. Its positions are given; its blocks have room for them."""
+def with_masked(span: SpanRows, count: int, num_logits: int | None = None) -> SpanRows:
+    """The span with masked rows after its last one. Its blocks have room for them.
+
+    Args:
+        span: its committed rows.
+        count: masked rows to add.
+        num_logits: rows at the end of the span with logits; None adds the masked rows to those of the span.
+    """
     last = (span.positions or (span.start + len(span.token_ids) - 1,))[-1]
     positions = span.positions or range(span.start, last + 1)
     return SpanRows(
         [*span.token_ids, *(0,) * count],
         span.start,
         span.block_ids,
-        span.num_logits + count,
+        span.num_logits + count if num_logits is None else num_logits,
         [*positions, *range(last + 1, last + 1 + count)],
         None if span.places is None else [*span.places, *(-1,) * count],
     )

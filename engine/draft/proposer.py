@@ -134,7 +134,8 @@ class Proposer:
         uncomputed, feature_rows = self._uncomputed(request_row, sequence)
         per_pass, width = self._architecture.positions_per_pass, request_row.width
         k = request_row.k if per_pass == 1 else min(request_row.k, per_pass)
-        num_slots = len(sequence.positions) + len(uncomputed) + max_computed(k, width)
+        later = max(max_computed(k, width), self._architecture.block_rows)
+        num_slots = len(sequence.positions) + len(uncomputed) + later
         num_tokens = len(sequence.tokens) + max(0, max_levels(k, width) - 1)  # the last drafted token needs no slot
         if num_tokens > self._max_model_len or not self._pool.reserve(sequence, num_slots):
             self._drop(request_row.key)
@@ -222,8 +223,8 @@ class Proposer:
                 places = None if on_device is None else _new_token_places(row)
                 num_logits = 1 if row.k > 0 else 0
                 span = self._extend(row.sequence, token_ids, row.uncomputed, num_logits, places)
-                num_masked.append(max(0, row.k - 1) if self._architecture.positions_per_pass > 1 else 0)
-                spans.append(with_masked(span, num_masked[-1]) if num_masked[-1] else span)
+                num_masked.append(self._num_masked(row.k))
+                spans.append(with_masked(span, num_masked[-1], row.k) if num_masked[-1] else span)
                 feature_rows += row.feature_rows
         if not spans:
             return None
@@ -237,6 +238,12 @@ class Proposer:
             if row.sequence.has_no_gap:
                 self._pool.register(row.sequence)
         return outputs
+
+    def _num_masked(self, k: int) -> int:
+        """Rows that the span of a request gets for tokens not drafted yet."""
+        if k == 0 or self._architecture.positions_per_pass == 1:
+            return 0
+        return self._architecture.block_rows or k - 1
 
     def _extend(
         self,

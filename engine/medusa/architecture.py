@@ -26,6 +26,7 @@ class MedusaArchitecture:
     """
 
     reads_features = True
+    block_rows = 0
 
     def __init__(self, heads: MedusaHeads) -> None:
         self._heads = heads

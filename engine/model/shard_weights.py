@@ -89,7 +89,7 @@ class Loader:
             ConfigError: names those that were not.
         """
         tied = (HEAD,) if self._config.tie_word_embeddings else ()
-        unused = UNUSED_TENSORS if self._config.eagle3 is not None else ()
+        unused = UNUSED_TENSORS if self._config.is_published else ()
         self._files.check_all_read(ignore=_IGNORED + tied + unused)
 
     def final_norm(self) -> RmsNorm:
@@ -204,13 +204,13 @@ class Loader:
         config = self._config
         if config.draft_vocab_size is None:
             return None
-        name = DRAFT_VOCAB if config.eagle3 is None else DRAFT_TO_TARGET
-        if config.eagle3 is not None and config.draft_vocab_size == config.vocab_size and name not in self._files:
+        name = DRAFT_TO_TARGET if config.is_published else DRAFT_VOCAB
+        if config.is_published and config.draft_vocab_size == config.vocab_size and name not in self._files:
             return None
         ids = read_draft_vocab(
             *(self._files, name, config.draft_vocab_size),
             vocab_size=config.vocab_size,
-            are_offsets=config.eagle3 is not None,
+            are_offsets=config.is_published,
         )
         return ids.to(self._compute.device)
 

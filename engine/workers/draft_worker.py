@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -20,6 +21,9 @@ from engine.checkpoint.weights import WHOLE, WeightFiles
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.core.step import ForwardInput, ForwardResult
+from engine.dflash.architecture import DFlashArchitecture
+from engine.dflash.decoder import DFlashDecoder
+from engine.dflash.load import load_dflash
 from engine.draft.architectures import Architecture, EagleArchitecture, PlainArchitecture
 from engine.draft.messages import DraftInfo, DraftRequest, DraftRequestRow, DraftResponseRow
 from engine.draft.parallel import ParallelEagleArchitecture
@@ -84,8 +88,8 @@ class DraftWorker:
         set_threads(self._config)
         dtype = pick_dtype(self._config.dtype)
         target = ModelConfig.load(self._target_folder)
-        is_medusa = check_draft(self._folder, self._target_folder).medusa is not None
-        draft = self._load_heads(dtype) if is_medusa else self._load_decoder(dtype, target)
+        checked = check_draft(self._folder, self._target_folder)
+        draft = self._load_heads(dtype) if checked.medusa is not None else self._load_decoder(dtype, target, checked)
         config, vocab, width, self._pool = draft.config, draft.vocab, draft.width, draft.pool
         grammars = Grammars(lambda: load_tokenizer_info(self._target_folder, target.vocab_size, target.eos_token_ids))
         self._proposer = Proposer(
@@ -96,17 +100,19 @@ class DraftWorker:
         target_ids = tuple(vocab.tolist()) if vocab is not None else None
         return DraftInfo(width, target_ids, draft.feature_width, config.positions_per_pass)
 
-    def _load_decoder(self, dtype: torch.dtype, target: ModelConfig) -> LoadedParts:
+    def _load_decoder(self, dtype: torch.dtype, target: ModelConfig, checked: ModelConfig) -> LoadedParts:
         """A draft with layers, and a KV cache in what its weights leave of the cap."""
-        draft = load_draft(
-            self._folder,
-            self._target_folder,
-            dtype=dtype,
-            device=self._device,
-            kernel=self._config.draft_kernel,
-            max_model_len=self._config.max_model_len,
-            packed=self._config.packed == "auto",
-        )
+        options: dict[str, Any] = {
+            "dtype": dtype,
+            "device": self._device,
+            "kernel": self._config.draft_kernel,
+            "max_model_len": self._config.max_model_len,
+        }
+        if checked.dflash is not None:
+            draft = LoadedDraft(load_dflash(self._folder, self._target_folder, **options), None)
+        else:
+            packed = self._config.packed == "auto"
+            draft = load_draft(self._folder, self._target_folder, **options, packed=packed)
         self._own_threads = draft.decoder.own_threads
         config = draft.decoder.config
         width = config.draft_vocab_size or min(config.vocab_size, target.vocab_size)
@@ -119,7 +125,8 @@ class DraftWorker:
             ahead=1 if architecture.reads_features else 0,
         )
         self._memory_bytes += num_blocks * pool.block_size * kv_bytes_per_token(config, dtype=dtype)
-        feature_width = draft.head.feature_width if draft.head is not None else 0
+        source = draft.decoder if isinstance(draft.decoder, DFlashDecoder) else draft.head
+        feature_width = source.feature_width if source is not None else 0
         return LoadedParts(config, architecture, pool, draft.decoder.draft_vocab, width, feature_width)
 
     def _load_heads(self, dtype: torch.dtype) -> LoadedParts:
@@ -219,8 +226,9 @@ class DraftWorker:
         else:  # A quantised draft is a whole model.
             in_files = weight_bytes(config, WHOLE, dtype)
         embedding = config.vocab_size * config.hidden_size * dtype.itemsize
-        has_table = config.architecture == "eagle" and config.eagle3 is None and self._device.type == "cpu"
-        return in_files + embedding * (int(config.shares_embedding) + int(has_table))
+        has_table = config.architecture == "eagle" and not config.is_published and self._device.type == "cpu"
+        has_own_head = config.dflash is None or config.draft_vocab_size is not None
+        return in_files + embedding * (int(config.shares_embedding) + int(has_table) + int(not has_own_head))
 
     def _total_memory(self) -> int:
         if self._device.type == "cuda":
@@ -273,6 +281,8 @@ def _architecture(config: EngineConfig, draft: LoadedDraft, width: int, *, num_b
     longest = draft.decoder.config.max_model_len
     max_kv = min(config.max_model_len or longest, longest)
     positions = draft.decoder.config.positions_per_pass
+    if isinstance(draft.decoder, DFlashDecoder):
+        return DFlashArchitecture(draft.decoder, runner.caches)
     if draft.head is not None and positions > 1:  # It has no forward over drafted tokens to record.
         return ParallelEagleArchitecture(draft.head, draft.decoder, runner.caches, positions_per_pass=positions)
     if draft.head is not None:

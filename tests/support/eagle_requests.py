@@ -10,6 +10,8 @@ import torch
 from engine.checkpoint.draft_check import check_draft
 from engine.core.block_pool import BlockPool
 from engine.core.packing import SpanRows, pack_spans
+from engine.dflash.architecture import DFlashArchitecture
+from engine.dflash.load import load_dflash
 from engine.draft.architectures import EagleArchitecture
 from engine.draft.messages import DraftRequestRow
 from engine.draft.parallel import ParallelEagleArchitecture
@@ -34,6 +36,8 @@ def features_of(target_folder: Path, draft_folder: Path, tokens: list[int]) -> t
 
 
 def make_proposer(folder: Path, target_folder: Path) -> Proposer:
+    if check_draft(folder, target_folder).dflash is not None:
+        return _dflash_proposer(folder, target_folder)
     loaded = load_draft(folder, target_folder, dtype=torch.float32)
     assert loaded.head is not None
     caches = ModelRunner(loaded.decoder, num_blocks=32, block_size=BLOCK).caches
@@ -43,6 +47,13 @@ def make_proposer(folder: Path, target_folder: Path) -> Proposer:
     if positions > 1:
         architecture = ParallelEagleArchitecture(loaded.head, loaded.decoder, caches, positions_per_pass=positions)
     return Proposer(architecture, pool, vocab=vocab, max_model_len=512)
+
+
+def _dflash_proposer(folder: Path, target_folder: Path) -> Proposer:
+    decoder = load_dflash(folder, target_folder, dtype=torch.float32)
+    caches = ModelRunner(decoder, num_blocks=32, block_size=BLOCK).caches
+    pool = BlockPool(32, BLOCK, prefix_cache=True, ahead=1)
+    return Proposer(DFlashArchitecture(decoder, caches), pool, vocab=decoder.draft_vocab, max_model_len=512)
 
 
 def request_row(

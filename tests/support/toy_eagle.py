@@ -60,6 +60,7 @@ class ToyEagle:
 
     reads_features = True
     positions_per_pass = 1
+    block_rows = 0
 
     def __init__(self, distribution: ToyModel, *, num_blocks: int, block_size: int) -> None:
         self._distribution = distribution

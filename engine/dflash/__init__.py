@@ -1,0 +1,1 @@
+"""DFlash drafts: a block of masked positions over the target's hidden states, and drafting with it."""
