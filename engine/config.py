@@ -69,8 +69,8 @@ class SpeculativeConfig(Settings):
     threshold_max_batch: Annotated[int, Field(ge=1)] = 16
     """Policy `threshold`: no drafting at this many decoding requests or more."""
     tree: Literal["off", "auto"] = "off"
-    """Whether drafts may branch: `off` (every draft is a chain) or `auto` (on cpu, K is the number of nodes of a tree,
-    of the draft and of prompt lookup; on cuda every draft is a chain)."""
+    """Whether drafts may branch: `off` (every draft is a chain) or `auto` (K is the number of nodes of a tree, of the
+    draft and of prompt lookup). On cuda a draft model reads each level of a tree before it drafts the next one."""
     tree_width: Annotated[int, Field(ge=1, le=MAX_WIDTH)] = 3
     """With `tree`: most children of a node, and most nodes of a level that get children; 1 is the same as `off`."""
     lookup: bool = True
@@ -184,8 +184,8 @@ class EngineConfig(Settings):
 
     @property
     def tree_width(self) -> int:
-        """Width of draft trees; 1 where drafts are chains. On a CUDA device no attention has a tree mask yet."""
-        return self.speculative.tree_width if self.speculative.tree == "auto" and self.device != "cuda" else 1
+        """Width of draft trees; 1 where drafts are chains."""
+        return self.speculative.tree_width if self.speculative.tree == "auto" else 1
 
     @property
     def forward_kernel(self) -> Literal["auto", "native", "torch", "triton"]:

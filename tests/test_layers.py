@@ -36,7 +36,7 @@ LAYERS = {
         "sampling checkpoint threads",
         "quantization",
         "messages config gguf",
-        "errors tree",
+        "errors tree tree_paths",
     ),
     "autoscale": ("control", "replicas simulation", "profiling", "policy"),
     "deployments": (

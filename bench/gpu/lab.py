@@ -94,25 +94,31 @@ def record_function(compute: Callable[[], None]) -> Callable[[], None]:
 
 
 class SpanAttention(VarlenAttention):
-    """Attention over the tensors of `PagedSpans` in a loop over spans, on any device."""
+    """Flash attention in a loop over spans, on any device."""
 
-    def attend(
-        self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, prepared: PagedSpans
-    ) -> torch.Tensor:
+    def flash(
+        self,
+        query: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        spans: PagedSpans,
+        limits: tuple[int, int],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         group = query.shape[1] // k_cache.shape[2]
-        out = torch.zeros_like(query)
-        starts, kv_lens = prepared.cu_q.tolist(), prepared.kv_lens.tolist()
+        out, lse = torch.zeros_like(query), query.new_zeros(query.shape[1], query.shape[0], dtype=torch.float32)
+        starts, kv_lens = spans.cu_q.tolist(), spans.kv_lens.tolist()
         for span, kv_len in enumerate(kv_lens):
             first, last = starts[span], starts[span + 1]
             if first == last:
                 continue
-            blocks = prepared.block_tables[span, : -(-kv_len // k_cache.shape[1])].long()
+            blocks = spans.block_tables[span, : -(-kv_len // k_cache.shape[1])].long()
             keys, values = (
                 cache[blocks].flatten(0, 1)[:kv_len].float().repeat_interleave(group, 1) for cache in (k_cache, v_cache)
             )
             seen = torch.ones(last - first, kv_len, dtype=torch.bool, device=query.device)
-            seen = seen.tril(kv_len - (last - first))
+            seen = seen.tril(kv_len - (last - first)) if limits[1] == 0 else seen
             scores = torch.einsum("qhd,khd->hqk", query[first:last].float(), keys) * query.shape[2] ** -0.5
-            probs = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-            out[first:last] = torch.einsum("hqk,khd->qhd", probs, values).to(out.dtype)
-        return out.flatten(1)
+            scores = scores.masked_fill(~seen, float("-inf"))
+            out[first:last] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(out.dtype)
+            lse[:, first:last] = scores.logsumexp(-1)
+        return out, lse

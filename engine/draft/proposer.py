@@ -86,7 +86,7 @@ class Proposer:
             released: keys of requests that have ended.
             probs: [max_rows, max_k, draft_vocab] float32. Receives q for the rows that need it.
             features: [ring rows, feature width] of the target, for an architecture that reads features.
-            on_device: where drafted tokens stay on the device; None brings each one to the host before the next.
+            on_device: where the tokens of chains stay on the device; None brings each one to the host before the next.
 
         Returns:
             One response row per request row.
@@ -109,17 +109,19 @@ class Proposer:
                 drafting.append(row)
         outputs = self._compute_committed(drafting, features, on_device)
         active = [row for row in drafting if row.k > 0]
+        # The levels of a tree follow from the tokens of the level before, which the host therefore reads.
+        stays = on_device if all(row.width == 1 for row in rows) else None
         if active and outputs is not None:
-            if on_device is None:
+            if stays is None:
                 draft_trees(
                     *(self._architecture, self._chooser, active, outputs, probs),
                     columns=self._columns,
                     block_size=self._pool.block_size,
                 )
             else:
-                self._draft_chain(active, outputs, probs, on_device)
+                self._draft_chain(active, outputs, probs, stays)
         for row in drafting:
-            response[row.row_index] = _response_row(row, on_device is not None)
+            response[row.row_index] = _response_row(row, stays is not None)
         return tuple(response)
 
     def _prepare(self, row_index: int, request_row: DraftRequestRow, first_new_token: int) -> Drafting | None:

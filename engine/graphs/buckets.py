@@ -27,20 +27,26 @@ class Bucket:
     """Requests of the forward."""
     max_q: int
     """Most rows of one request: 1 for plain decoding, which attention computes faster."""
+    trees: bool = False
+    """Whether a draft branches. Every draft is then described as a tree, chains too."""
 
 
-def make_buckets(*, max_requests: int, max_k: int) -> tuple[Bucket, ...]:
+def make_buckets(*, max_requests: int, max_k: int, trees: bool = False) -> tuple[Bucket, ...]:
     """The buckets of an engine, largest first, so that the memory of later recordings fits into that of the first.
 
     Args:
         max_requests: requests that run at once.
         max_k: largest K of a request; 0 records plain decoding only.
+        trees: whether drafts may branch.
     """
     plain = _sizes(max_requests)
     decode = [Bucket(size, size, 1) for size in plain]
     sizes = sorted({*plain, *_sizes(max_requests * (max_k + 1))})
-    verify = [Bucket(size, min(size, max_requests), max_k + 1) for size in sizes]
-    return tuple(reversed(decode + (verify if max_k > 0 else [])))
+    if max_k == 0:
+        return tuple(reversed(decode))
+    kinds = (False, True) if trees else (False,)
+    verify = [Bucket(size, min(size, max_requests), max_k + 1, kind) for size in sizes for kind in kinds]
+    return tuple(reversed(decode + verify))
 
 
 def row_sizes(buckets: Sequence[Bucket]) -> tuple[int, ...]:
@@ -49,18 +55,22 @@ def row_sizes(buckets: Sequence[Bucket]) -> tuple[int, ...]:
 
 
 def find_bucket(buckets: Sequence[Bucket], forward_input: ForwardInput) -> Bucket | None:
-    """The smallest bucket that holds a forward; None if it is larger than all, has rows without logits, or branches.
+    """The smallest bucket that holds a forward; None if it is larger than all or has rows without logits.
 
     Every rank finds the same one, because it depends on sizes only.
     """
     num_rows, num_spans = len(forward_input.token_ids), len(forward_input.q_lens)
-    if num_rows == 0 or len(forward_input.logit_rows) != num_rows or forward_input.tree is not None:
+    if num_rows == 0 or len(forward_input.logit_rows) != num_rows:
         return None
+    tree = forward_input.tree
+    if tree is not None and (tree.num_slots > forward_input.q_lens).any():
+        return None  # Nodes of an earlier forward: a draft's own.
     max_q = int(np.max(forward_input.q_lens))
     fitting = [
         bucket
         for bucket in buckets
         if bucket.rows >= num_rows and bucket.spans >= num_spans and bucket.max_q >= max_q
+        if bucket.trees == (tree is not None)
         # A bucket of plain decoding has one row in every span, also in those that pad it.
         if bucket.max_q > 1 or num_rows == num_spans
     ]

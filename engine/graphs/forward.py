@@ -15,18 +15,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine.core.step import ForwardInput, ForwardResult
 from engine.errors import ConfigError
 from engine.graphs.buckets import Bucket, find_bucket
-from engine.model.attention_varlen import PagedSpans
+from engine.graphs.static_memory import fill_spans, fill_trees, make_static
+from engine.model.attention_varlen import PagedSpans, PagedTrees
 from engine.model.decoder import Decoder, Inputs, LayerCache, with_device_tokens
 from engine.model.runner import ModelRunner
-from engine.sampling.staging import DTYPES
-
-Arrays = dict[str, npt.NDArray[Any]]
 
 
 class Capture(Protocol):
@@ -100,7 +97,8 @@ class GraphedForward:
         if runner.model.config.experts is not None:
             raise ConfigError("engine.cuda_graphs: a model with experts cannot be recorded; allowed: off")
         self._runner = runner
-        self.buckets = tuple(buckets)
+        # Trees in layers with a window are computed eagerly.
+        self.buckets = tuple(bucket for bucket in buckets if not (bucket.trees and any(runner.model.config.windows)))
         model, rows = runner.model, max(bucket.rows for bucket in buckets)
         width = len(model.feature_layers) * model.config.hidden_size
         with torch.inference_mode():
@@ -180,32 +178,45 @@ class _Recorded:
             "kv_lens": ((bucket.spans,), "int32"),
             "block_tables": ((bucket.spans, width), "int32"),
         }
-        self._host, self._device, self._arrays, tensors = _static(sizes, model.device)
+        masks_trees = bucket.trees and model.masks_trees(bucket.max_q)
+        if masks_trees:
+            sizes |= {"num_tree_slots": ((bucket.spans,), "int32"), "ancestors": ((bucket.rows,), "int64")}
+        elif bucket.trees:
+            sizes |= {"paths": ((bucket.rows, bucket.max_q), "int64")}
+            sizes |= {"hidden": ((bucket.rows, 1 + bucket.max_q), "bool")}
+        self._host, self._device, self._arrays, tensors = make_static(sizes, model.device)
         self._token_ids, self._places = tensors["token_ids"], tensors["places"]
         spans = PagedSpans(
             *(tensors["cu_q"], tensors["cu_kv"], tensors["kv_lens"], tensors["block_tables"]),
             max_q=bucket.max_q,
             max_kv=width * block_size,
+            num_tree_slots=tensors.get("num_tree_slots"),
+            ancestors=tensors.get("ancestors"),
         )
+        prepared: PagedSpans | PagedTrees = spans
+        if bucket.trees and not masks_trees:
+            prepared = PagedTrees(None, spans, None, tensors["paths"], tensors["hidden"])
+        self._block_size = block_size
         self._inputs = Inputs(
             token_ids=self._token_ids,
             positions=tensors["positions"],
             slots=tensors["slots"],
             logit_rows=torch.arange(bucket.rows, device=model.device),
-            attention=dict.fromkeys(model.config.windows or (0,), spans),
+            attention=dict.fromkeys(model.config.windows or (0,), prepared),
         )
         self._replay: Callable[[], None] = lambda: None
 
     def record(self, capture: Capture) -> None:
         """Record the forward, with padding only."""
         empty = np.zeros(0, dtype=np.int32)
-        _fill(self._arrays, ForwardInput(*(empty,) * 5, np.zeros((0, 0), dtype=np.int32), empty), self._bucket)
+        nothing = ForwardInput(*(empty,) * 5, np.zeros((0, 0), dtype=np.int32), empty)
+        self._fill(nothing)
         self._device.copy_(self._host, non_blocking=True)
         self._replay = capture(self._compute)
 
     def replay(self, forward_input: ForwardInput, extra: torch.Tensor | None = None) -> ForwardResult:
         num_rows, shared = len(forward_input.token_ids), self._shared
-        _fill(self._arrays, forward_input, self._bucket)
+        self._fill(forward_input)
         self._device.copy_(self._host, non_blocking=True)
         known = forward_input.device_tokens
         if known is not None:
@@ -218,6 +229,11 @@ class _Recorded:
             hidden=None if shared.hidden is None else shared.hidden[:num_rows],
             most_likely=None if shared.most_likely is None else shared.most_likely[:num_rows],
         )
+
+    def _fill(self, forward_input: ForwardInput) -> None:
+        fill_spans(self._arrays, forward_input, self._bucket)
+        if self._bucket.trees:
+            fill_trees(self._arrays, forward_input.tree, self._block_size)
 
     def _compute(self) -> None:
         """What is recorded: no branch depends on a value, no memory is copied from the host."""
@@ -233,56 +249,3 @@ class _Recorded:
             shared.most_likely[:rows].copy_(result.logits.argmax(dim=-1))
         if shared.hidden is not None and result.hidden is not None:
             shared.hidden[:rows].copy_(result.hidden)
-
-
-def _static(
-    sizes: dict[str, tuple[tuple[int, ...], str]], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, Arrays, dict[str, torch.Tensor]]:
-    """Host memory and device memory of the same layout, with the arrays and the tensors in them."""
-    places: dict[str, tuple[int, int]] = {}
-    total = 0
-    for name, (shape, dtype) in sizes.items():
-        num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        places[name] = (total, total + num_bytes)
-        total += -(-num_bytes // 16) * 16
-    host = torch.zeros(total, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-    memory = torch.zeros(total, dtype=torch.uint8, device=device)
-    numbers = host.numpy()
-    arrays, tensors = {}, {}
-    for name, (shape, dtype) in sizes.items():
-        start, end = places[name]
-        arrays[name] = numbers[start:end].view(dtype).reshape(shape)
-        tensors[name] = memory[start:end].view(DTYPES[dtype]).view(shape)
-    return host, memory, arrays, tensors
-
-
-def _fill(arrays: Arrays, forward_input: ForwardInput, bucket: Bucket) -> None:
-    """Write a forward and its padding. Padding rows have token 0, position 0 and KV slot 0, in the scratch block.
-
-    Each span that pads the bucket takes one padding row and attends to slot 0. Further padding rows belong to no span.
-    """
-    num_rows, num_spans = len(forward_input.token_ids), len(forward_input.q_lens)
-    for name, values in (
-        ("token_ids", forward_input.token_ids),
-        ("positions", forward_input.positions),
-        ("slots", forward_input.slots),
-    ):
-        arrays[name][:num_rows] = values
-        arrays[name][num_rows:] = 0
-    arrays["places"][:] = -1
-    if forward_input.device_tokens is not None:
-        arrays["places"][:num_rows] = forward_input.device_tokens.places
-    num_padding = min(bucket.spans - num_spans, bucket.rows - num_rows)
-    q_lens = np.zeros(bucket.spans, dtype=np.int32)
-    q_lens[:num_spans] = forward_input.q_lens
-    q_lens[num_spans : num_spans + num_padding] = 1
-    kv_lens = arrays["kv_lens"]
-    kv_lens[:num_spans] = forward_input.kv_lens
-    kv_lens[num_spans:] = q_lens[num_spans:]
-    for name, lengths in (("cu_q", q_lens), ("cu_kv", kv_lens)):
-        arrays[name][0] = 0
-        np.cumsum(lengths, out=arrays[name][1:])
-    tables = arrays["block_tables"]
-    width = min(forward_input.block_tables.shape[1], tables.shape[1])
-    tables[:] = 0
-    tables[:num_spans, :width] = forward_input.block_tables[:, :width]

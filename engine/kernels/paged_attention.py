@@ -2,7 +2,7 @@
 
 Owns spans of few rows. All query heads of a KV head and all rows of a span share one program, so K and V are read once
 for them. The KV length is split over programs, whose results a second kernel combines (Flash-Decoding: Dao et al.
-2023). A row sees the context and, among the rows of its own span, those before it.
+2023). A row sees the context and, among the rows of its own span, those before it; in a tree, its ancestors.
 
     program (span s, KV head g, split i)   [rows x heads of g] @ K of split i -> partial sum, maximum, denominator
     program (row n, query head h)          partial results of all splits      -> output
@@ -32,6 +32,8 @@ def attend_split_kernel(
     cu_q,
     kv_lens,
     tables,
+    tree_slots,
+    ancestors,
     partial,
     maxima,
     sums,
@@ -45,6 +47,7 @@ def attend_split_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
+    TREES: tl.constexpr,
 ):
     """One span, one KV head and one split of the KV length."""
     span = tl.program_id(0)
@@ -62,6 +65,10 @@ def attend_split_kernel(
     q = tl.load(
         query + row[:, None] * query_stride + head[:, None] * DIM + column[None, :], mask=real[:, None], other=0.0
     )
+    if TREES:
+        num_tree_slots = tl.load(tree_slots + span)
+        word = tl.load(ancestors + first + row, mask=real, other=0)
+        is_node = row >= q_len - num_tree_slots
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     result = tl.zeros([ROWS, DIM], tl.float32)
@@ -79,6 +86,11 @@ def attend_split_kernel(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         own = position - (kv_len - q_len)
         seen = own[None, :] <= row[:, None]
+        if TREES:
+            node = position - (kv_len - num_tree_slots)
+            bit = tl.minimum(tl.maximum(node, 0), 63).to(tl.int64)
+            on_path = (node < 0)[None, :] | (((word[:, None] >> bit[None, :]) & 1) == 1)
+            seen = tl.where(is_node[:, None], on_path, seen)
         scores = tl.where(seen & inside[None, :] & real[:, None], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, axis=1))
         finite = tl.where(higher == float("-inf"), 0.0, higher)  # A row may see no key of this split.
@@ -122,6 +134,8 @@ def paged_attention(
     cu_q: torch.Tensor,
     kv_lens: torch.Tensor,
     block_tables: torch.Tensor,
+    num_tree_slots: torch.Tensor | None,
+    ancestors: torch.Tensor | None,
     max_q: int,
     max_kv: int,
 ) -> torch.Tensor:
@@ -133,6 +147,8 @@ def paged_attention(
         cu_q: [S + 1] int32 cumulative rows.
         kv_lens: [S] int32 KV length of each span, its rows included.
         block_tables: [S, W] int32.
+        num_tree_slots: [S] int32 KV slots at the end of each span that belong to a tree; None: nothing branches.
+        ancestors: [N] int64 bits of each row's ancestors in its tree and of itself; None likewise.
         max_q: most rows of a span; max_q * H / G is at most 128.
         max_kv: largest KV length.
 
@@ -159,6 +175,8 @@ def paged_attention(
         cu_q,
         kv_lens,
         block_tables,
+        kv_lens if num_tree_slots is None else num_tree_slots,
+        kv_lens if ancestors is None else ancestors,
         partial,
         maxima,
         sums,
@@ -172,6 +190,7 @@ def paged_attention(
         ROWS=packed,
         BLOCK=KEYS,
         SPLITS=splits,
+        TREES=num_tree_slots is not None,
         num_warps=num_warps(packed),
     )
     combine_kernel[(num_rows * num_heads,)](
@@ -188,10 +207,12 @@ def _(
     cu_q: torch.Tensor,
     kv_lens: torch.Tensor,
     block_tables: torch.Tensor,
+    num_tree_slots: torch.Tensor | None,
+    ancestors: torch.Tensor | None,
     max_q: int,
     max_kv: int,
 ) -> torch.Tensor:
-    del keys, values, cu_q, kv_lens, block_tables, max_q, max_kv
+    del keys, values, cu_q, kv_lens, block_tables, num_tree_slots, ancestors, max_q, max_kv
     return query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
 
 
@@ -202,6 +223,8 @@ def paged_attention_reference(
     cu_q: torch.Tensor,
     kv_lens: torch.Tensor,
     block_tables: torch.Tensor,
+    num_tree_slots: torch.Tensor | None,
+    ancestors: torch.Tensor | None,
     max_q: int,
     max_kv: int,
 ) -> torch.Tensor:
@@ -216,6 +239,12 @@ def paged_attention_reference(
         k, v = (cache[blocks].flatten(0, 1)[:kv_len].float().repeat_interleave(group, 1) for cache in (keys, values))
         seen = torch.ones(q_len, kv_len, dtype=torch.bool, device=query.device)
         seen[:, context:] = seen[:, context:].tril()
+        if num_tree_slots is not None and ancestors is not None and num_tree_slots[span] > 0:
+            nodes = int(num_tree_slots[span])
+            first_node = max(0, q_len - nodes)
+            bits = ancestors[first + first_node : last, None] >> torch.arange(nodes, device=query.device)
+            seen[first_node:, : kv_len - nodes] = True
+            seen[first_node:, kv_len - nodes :] = (bits & 1).bool()
         scores = torch.einsum("qhd,khd->hqk", query[first:last].float(), k) * query.shape[2] ** -0.5
         probs = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         out[first:last] = torch.einsum("hqk,khd->qhd", probs, v).to(out.dtype)

@@ -70,9 +70,10 @@ def make_attention(
         return TritonAttention(group_size=group_size, device=device)
     if kind == "reference":
         return ReferenceAttention(window=window)
+    padded = PaddedAttention(group_size=group_size, dtype=dtype, device=device, window=window)
     if kind in ("varlen", "triton") or (kind == "auto" and flash):
-        return VarlenAttention(device=device, window=window)
-    return PaddedAttention(group_size=group_size, dtype=dtype, device=device, window=window)
+        return VarlenAttention(device=device, window=window, padded=padded)
+    return padded
 
 
 class ReferenceAttention:

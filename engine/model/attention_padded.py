@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from msgspec import structs
 
 from engine.core.step import ForwardInput
+from engine.sampling.staging import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,8 @@ class PaddedAttention:
         )
 
     def _index(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64).reshape(-1)).to(self._device)
+        (index,) = to_device([np.ascontiguousarray(values, dtype=np.int64).reshape(-1)], self._device)
+        return index
 
     def _trees(self, forward_input: ForwardInput, members: list[int], starts: np.ndarray[Any, Any]) -> list[_Tree]:
         """The trees of a group's spans."""
@@ -200,7 +202,7 @@ class PaddedAttention:
             hidden |= tokens <= last - self._window
         for tree in trees:
             hidden[tree.span, tree.first_row :] = tree.hidden(hidden.shape[1] - tree.first_row, kv_len, self._window)
-        repeated = torch.from_numpy(np.repeat(hidden, repeats, axis=1)).to(self._device).unsqueeze(1)
+        (repeated,) = to_device([np.repeat(hidden, repeats, axis=1)[:, None]], self._device)
         return torch.zeros(repeated.shape, dtype=self._dtype, device=self._device).masked_fill_(repeated, float("-inf"))
 
     def _attend_group(

@@ -22,6 +22,7 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights import ShardSpec
 from engine.core.step import ForwardInput, ForwardResult
 from engine.model.attention import Attention
+from engine.model.attention_varlen import VarlenAttention
 from engine.model.collectives import Collectives
 from engine.model.device import Compute
 from engine.model.layers import Block, GatedMlp, Linear, RmsNorm
@@ -222,6 +223,11 @@ class Decoder:
             for values in (cache.keys, cache.values):
                 slots = values.view(-1, self.num_kv_heads * self.config.head_dim)
                 slots.index_copy_(0, target, slots.index_select(0, source))
+
+    def masks_trees(self, max_q: int) -> bool:
+        """Whether its attention on a GPU takes trees of at most `max_q` rows as it takes chains."""
+        attention = self._attention.get(0)
+        return isinstance(attention, VarlenAttention) and attention.masks_trees(max_q)
 
     def share_tokens(self, token_ids: torch.Tensor) -> None:
         """Give every shard the token ids of rank 0, in place."""

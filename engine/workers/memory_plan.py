@@ -169,7 +169,8 @@ def activation_bytes(engine: EngineConfig, config: ModelConfig, shard: ShardSpec
 
 def graph_bytes(engine: EngineConfig, config: ModelConfig, shard: ShardSpec, dtype: torch.dtype) -> int:
     """Estimate of the bytes that recorded forwards hold: their shared activations and results, and the graphs."""
-    buckets = make_buckets(max_requests=engine.max_num_requests, max_k=engine.speculative.k)
+    trees = engine.tree_width > 1
+    buckets = make_buckets(max_requests=engine.max_num_requests, max_k=engine.speculative.k, trees=trees)
     rows = max(bucket.rows for bucket in buckets)
     results: int = rows * (4 * config.vocab_size + dtype.itemsize * 3 * config.hidden_size) if shard.rank == 0 else 0
     return _layer_bytes(rows, config, shard, dtype) + 2 * results + GRAPH_BYTES * len(buckets)

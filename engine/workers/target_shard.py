@@ -177,7 +177,8 @@ class TargetShard:
             capture: records them.
         """
         config = self.config
-        buckets = make_buckets(max_requests=config.max_num_requests, max_k=config.speculative.k)
+        trees = config.tree_width > 1
+        buckets = make_buckets(max_requests=config.max_num_requests, max_k=config.speculative.k, trees=trees)
         max_ids = config.max_num_requests * max(1, config.speculative.k)
         self._graphs = GraphedForward(self.runner, buckets, capture, max_kv=self.max_model_len, max_ids=max_ids)
 

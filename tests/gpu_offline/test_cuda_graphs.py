@@ -8,14 +8,14 @@ exists here.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import varlen_contract
-from fake_cuda import CUDA, Recorder, fake_cuda
+from fake_cuda import CUDA, fake_cuda
+from fake_graphs import Guarded, Recording
 from fake_models import NUM_BLOCKS, fake_decoder, fake_eagle
 from fake_steps import MODES, K, batch_of, fake_shard, verifier_of
 from hypothesis import given
@@ -40,22 +40,6 @@ from engine.model.runner import ModelRunner
 
 CPU = torch.device("cpu")
 MAX_KV = 3 * CUDA_PAGE
-
-
-class Recording:
-    """Keeps the function, as a CUDA graph keeps what it queued; replay runs it on the same memory."""
-
-    def __init__(self) -> None:
-        self.num_replays = 0
-
-    def __call__(self, compute: Callable[[], None]) -> Callable[[], None]:
-        compute()
-
-        def replay() -> None:
-            self.num_replays += 1
-            compute()
-
-        return replay
 
 
 def spans_of(num: int, max_q: int) -> ForwardInput:
@@ -187,24 +171,6 @@ def test_drafted_tokens_of_a_recorded_eagle_draft_are_those_of_the_eager_one(tmp
             assert (found - expected).abs().max() < 1e-4
         hidden = [each.previous_hidden for each in outputs]
     assert capture.num_replays == 4
-
-
-class Guarded:
-    """A recording in which the host may neither read nor upload."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self.num_recorded = 0
-
-    def __call__(self, compute: Callable[[], None]) -> Callable[[], None]:
-        def checked() -> None:
-            before = (self._recorder.num_reads, self._recorder.uploads, self._recorder.downloads)
-            compute()
-            assert (self._recorder.num_reads, self._recorder.uploads, self._recorder.downloads) == before
-
-        checked()
-        self.num_recorded += 1
-        return checked
 
 
 @pytest.mark.parametrize("target", ["llama-8b", "qwen3-8b", "llama-70b tp 4"])

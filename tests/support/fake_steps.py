@@ -56,10 +56,13 @@ MODES: dict[str, dict[str, Any]] = UNMASKED_MODES | {
 """Sampling parameters of every mode."""
 
 
-def fake_shard(shape: dict[str, Any], *, tp: int = 1, feature_layers: tuple[int, ...] = ()) -> TargetShard:
+def fake_shard(
+    shape: dict[str, Any], *, tp: int = 1, feature_layers: tuple[int, ...] = (), tree: str = "off"
+) -> TargetShard:
     """Rank 0 of a target of this shape with three layers, as after `allocate`."""
     config = EngineConfig.parse(
-        {"model": "m", "device": "auto", "block_size": CUDA_PAGE, "tensor_parallel_size": tp, "kernel": "torch"}
+        {"model": "m", "block_size": CUDA_PAGE, "tensor_parallel_size": tp, "kernel": "torch"}
+        | {"speculative": {"tree": tree}}
     )
     shard = TargetShard(config, Path("m"), rank=0, node_id="n", feature_layers=feature_layers, device=CUDA)
     if tp > 1:

@@ -83,8 +83,13 @@ def check_paged_attention() -> None:
             query = wide[:, :heads]  # Rows with a stride, as in a model.
             cu_q = torch.tensor([0, *torch.tensor(q_lens).cumsum(0).tolist()], dtype=torch.int32)
             lens = torch.tensor(kv_lens, dtype=torch.int32)
-            arguments = (query, keys, values, cu_q, lens, table, 4, 600)
-            close(paged_attention(*arguments), paged_attention_reference(*arguments))
+            # Chains, then trees: a root position with three nodes, three nodes of a tree of five slots, and two rows.
+            slots = torch.tensor([0, 3, 5, 0], dtype=torch.int32)
+            words = torch.tensor([0, 0, 1, 2, 5, 5, 9, 22, 0, 0])
+            for trees in ((None, None), (slots, words)):
+                arguments = (query, keys, values, cu_q, lens, table, *trees, 4, 600)
+                close(paged_attention(*arguments), paged_attention_reference(*arguments))
+            assert not torch.equal(paged_attention(*arguments), paged_attention(*arguments[:6], None, None, 4, 600))
 
 
 def check_fused_decoder() -> None:

@@ -40,13 +40,13 @@ KERNELS: dict[str, tuple[Any, list[str], dict[str, Any], int]] = {
         for norm in (False, True)
     },
     **{
-        f"attend_split, {rows} rows": (
+        f"attend_split, {rows} rows, trees {trees}": (
             attend_split_kernel,
-            [BF16, BF16, BF16, I32, I32, I32, F32, F32, F32, "fp32", "i32", "i32"],
-            _ATTEND | {"GROUP": group, "ROWS": rows, "BLOCK": KEYS},
+            [BF16, BF16, BF16, I32, I32, I32, I32, I64, F32, F32, F32, "fp32", "i32", "i32"],
+            _ATTEND | {"GROUP": group, "ROWS": rows, "BLOCK": KEYS, "TREES": trees},
             num_warps(rows),
         )
-        for group, rows in ((4, 16), (4, 32), (8, 64))
+        for group, rows, trees in ((4, 16, False), (4, 32, False), (8, 64, False), (4, 32, True), (8, 64, True))
     },
 }
 """Kernel, types of its arguments, its constants for Llama 3.1 shapes, and warps."""

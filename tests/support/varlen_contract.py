@@ -68,7 +68,8 @@ def _flash_attention_2(
     _check(query, key, lengths, window)
     group = query.shape[1] // key.shape[2]
     assert enable_gqa or group == 1
-    out = torch.empty_like(query)
+    # As on a GPU, rows of no span keep what was in their memory.
+    out, lse = torch.full_like(query, float("nan")), torch.full((query.shape[1], query.shape[0]), float("nan"))
     for span in range(num_spans):
         begin, end, num_kv = int(cu_seq_q[span]), int(cu_seq_q[span + 1]), int(seqused_k[span])
         assert end - begin <= max_q
@@ -83,5 +84,5 @@ def _flash_attention_2(
             if window[0] >= 0:
                 scores.masked_fill_(torch.arange(num_kv) < last_seen[:, None] - window[0], float("-inf"))
         out[begin:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(out.dtype)
-    lse = torch.empty(query.shape[1], query.shape[0])
+        lse[:, begin:end] = scores.logsumexp(-1)
     return out, lse, torch.empty(2, dtype=torch.uint64)
