@@ -177,12 +177,18 @@ class EagleArchitecture:
             capture: records them.
             max_kv: longest sequence in tokens.
         """
-        embedding = Embedding(
+        max_ids = max(bucket.rows for bucket in buckets)
+        self._recorded = GraphedForward(
+            runner, buckets, capture, max_kv=max_kv, max_ids=max_ids, embedding=self.embedding
+        )
+
+    @property
+    def embedding(self) -> Embedding:
+        """The decoder's input at drafted tokens."""
+        return Embedding(
             self._decoder.config.hidden_size,
             lambda ids, hidden: self._head.drafted_inputs(self._projected(ids), hidden),
         )
-        max_ids = max(bucket.rows for bucket in buckets)
-        self._recorded = GraphedForward(runner, buckets, capture, max_kv=max_kv, max_ids=max_ids, embedding=embedding)
 
     def compute_committed(
         self, forward_input: ForwardInput, features: torch.Tensor | None, num_masked: Sequence[int] = ()

@@ -27,6 +27,7 @@ import torch
 from engine.core.packing import SpanRows, pack_spans
 from engine.draft.architectures import Architecture, Outputs
 from engine.draft.sequence import Drafting
+from engine.graphs.chain import ChainRows, RecordedChain
 from engine.sampling.distribution import Purpose, draw, gumbel, most_likely, stream_seed, warp
 from engine.sampling.logits_processor import BatchLogitsProcessor, Columns
 from engine.sampling.staging import to_device
@@ -134,6 +135,7 @@ def draft_chain(
     *,
     columns: Columns | None,
     block_size: int,
+    recorded: RecordedChain | None = None,
 ) -> None:
     """Queue the whole chain. Nothing is read.
 
@@ -147,7 +149,12 @@ def draft_chain(
         confidences: [max_rows, max_k] float32, written likewise; NaN where no column is allowed.
         columns: mapping of a reduced vocabulary, for logits processors.
         block_size: tokens per KV block.
+        recorded: replays the chain if no row has a logits processor.
     """
+    is_plain = all(row.sequence.logits_processor is None for row in rows)
+    if recorded is not None and is_plain and recorded.fits(len(rows), max(row.k for row in rows)):
+        _replay(recorded, rows, outputs, probs, token_ids, confidences, block_size)
+        return
     live, places = list(rows), _buffer_rows(rows, outputs.logits.device)
     for depth in range(max(row.k for row in rows)):
         _process(live, outputs.logits, columns, depth)
@@ -166,6 +173,77 @@ def draft_chain(
             spans = [_next_span(row, depth, place) for row, place in zip(live, following, strict=True)]
             ahead = architecture.compute_drafted(pack_spans(spans, block_size, chosen), outputs.previous_hidden)
         outputs = ahead
+
+
+def _replay(
+    recorded: RecordedChain,
+    rows: Sequence[Drafting],
+    outputs: Outputs,
+    probs: torch.Tensor,
+    token_ids: torch.Tensor,
+    confidences: torch.Tensor,
+    block_size: int,
+) -> None:
+    """`draft_chain` as replays. Arguments are those of `draft_chain`."""
+    num, device, results = len(rows), outputs.logits.device, recorded.results
+    longest, ahead = max(row.k for row in rows), outputs.ahead
+    chain_rows = _chain_rows(rows, block_size, is_computed=ahead is None)
+    recorded.logits[:num].copy_(outputs.logits)
+    if outputs.previous_hidden is not None and recorded.hidden.shape[1] > 0:
+        recorded.hidden[:num].copy_(outputs.previous_hidden)
+    if ahead is None:
+        recorded.draft(chain_rows)
+    else:
+        later = np.minimum(ahead.rows + np.arange(longest - 1)[:, None], len(ahead.logits) - 1)
+        (index,) = to_device([later], device)
+        known = ahead.logits
+
+        def next_logits(position: int) -> None:
+            torch.index_select(known, 0, index[position - 1], out=recorded.logits[:num])
+
+        recorded.draft(chain_rows, next_logits)
+    from_q = [place for place, row in enumerate(rows) if row.samples_from_q]
+    places, sources, targets = to_device(
+        [
+            np.array(values, dtype=np.int64)
+            for values in ([row.row_index for row in rows], from_q, [rows[place].row_index for place in from_q])
+        ],
+        device,
+    )
+    token_ids[:, :longest].index_copy_(0, places, results.token_ids[:num, :longest])
+    confidences[:, :longest].index_copy_(0, places, results.confidences[:num, :longest])
+    if from_q:
+        probs[:, :longest].index_copy_(0, targets, results.probs[:, :longest].index_select(0, sources))
+
+
+def _chain_rows(rows: Sequence[Drafting], block_size: int, *, is_computed: bool) -> ChainRows:
+    """What a recorded chain needs of the rows.
+
+    Args:
+        rows: what is drafted for.
+        block_size: tokens per KV block.
+        is_computed: whether there is a forward over drafted tokens; their sequences then get its KV slots.
+    """
+    ks = np.array([row.k for row in rows], dtype=np.int64)
+    kv_lens = np.array([len(row.sequence.positions) for row in rows], dtype=np.int32)
+    tables = np.zeros((len(rows), max(len(row.sequence.block_ids) for row in rows)), dtype=np.int32)
+    for index, row in enumerate(rows):
+        tables[index, : len(row.sequence.block_ids)] = row.sequence.block_ids
+        first = len(row.sequence.tokens)
+        row.sequence.positions += range(first, first + row.k - 1) if is_computed else ()
+    depth = np.arange(int(ks.max()))[:, None]
+    has_slot = (depth < ks - 1) & is_computed
+    slots = np.where(has_slot, kv_lens + depth, 0)
+    blocks = tables[np.arange(len(rows)), slots // block_size].astype(np.int64)
+    return ChainRows(
+        ks=ks,
+        samplings=[row.sampling for row in rows],
+        seeds=[[] if row.sampling.greedy else [_draw_seed(row, place) for place in range(row.k)] for row in rows],
+        positions=np.array([len(row.sequence.tokens) for row in rows], dtype=np.int64),
+        kv_lens=kv_lens,
+        slots=np.where(has_slot, blocks * block_size + slots % block_size, 0),
+        block_tables=tables,
+    )
 
 
 def _buffer_rows(rows: Sequence[Drafting], device: torch.device) -> torch.Tensor:

@@ -23,6 +23,7 @@ from engine.draft.parallel import with_masked
 from engine.draft.sequence import Drafting, DraftSequence
 from engine.draft.tree_search import draft_trees, max_computed, max_levels
 from engine.errors import InvalidRequest
+from engine.graphs.chain import RecordedChain
 from engine.sampling.grammar import Grammars, Matcher
 from engine.sampling.logits_processor import Columns, LogitsProcessor
 from engine.sampling.staging import to_device
@@ -51,6 +52,7 @@ class Proposer:
         vocab: [draft_vocab] int64, target token id of each logit column; None when column i is token i.
         max_model_len: longest sequence of the draft, in tokens.
         grammars: compiles grammars; None refuses requests that have one.
+        recorded: the chain as CUDA graphs; None launches each operation.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Proposer:
         vocab: torch.Tensor | None,
         max_model_len: int,
         grammars: Grammars | None = None,
+        recorded: RecordedChain | None = None,
     ) -> None:
         self._architecture = architecture
         self._pool = pool
@@ -68,6 +71,7 @@ class Proposer:
         self._columns = Columns(vocab) if vocab is not None else None
         self._grammars = grammars
         self._max_model_len = max_model_len
+        self._recorded = recorded
         self._sequences: dict[int, DraftSequence] = {}
 
     @torch.inference_mode()
@@ -268,6 +272,7 @@ class Proposer:
             *(self._architecture, self._chooser, active, outputs, probs, on_device.token_ids, on_device.confidences),
             columns=self._columns,
             block_size=self._pool.block_size,
+            recorded=self._recorded,
         )
         num_rows = max(row.row_index for row in active) + 1
         tokens, confidences = on_device.read([on_device.token_ids[:num_rows], on_device.confidences[:num_rows]])

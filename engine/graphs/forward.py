@@ -1,10 +1,10 @@
 """A model's forward with a CUDA graph per bucket; the eager forward is its slow twin and computes everything else.
 
-Owns the static memory of each recorded forward: pinned host memory that one copy brings to the device, the tensors that
-the recording reads, and those that it writes. None is ever allocated again. Rows that pad a bucket write to the scratch
+Owns the static memory of each recorded forward: inputs that one copy brings to the device, and the tensors that the
+recording writes. None is ever allocated again. Rows that pad a bucket write to the scratch
 block, and nothing reads what they compute. `Capture` is injected, so that tests replay without a GPU.
 
-    host     fill the pinned memory (tokens, positions, slots, lengths, block tables)
+    host     fill the inputs (tokens, positions, slots, lengths, block tables)
     device   copy it | copy drafted ids | replay: gather ids, broadcast, layers, logits, arg max -> static results
 """
 
@@ -20,7 +20,7 @@ import torch
 from engine.core.step import ForwardInput, ForwardResult
 from engine.errors import ConfigError
 from engine.graphs.buckets import Bucket, find_bucket
-from engine.graphs.static_memory import fill_spans, fill_trees, make_static
+from engine.graphs.static_memory import StaticInputs, fill_spans, fill_trees
 from engine.model.attention_varlen import PagedSpans, PagedTrees
 from engine.model.decoder import Decoder, Inputs, LayerCache, with_device_tokens
 from engine.model.runner import ModelRunner
@@ -184,7 +184,8 @@ class _Recorded:
         elif bucket.trees:
             sizes |= {"paths": ((bucket.rows, bucket.max_q), "int64")}
             sizes |= {"hidden": ((bucket.rows, 1 + bucket.max_q), "bool")}
-        self._host, self._device, self._arrays, tensors = make_static(sizes, model.device)
+        self._static = StaticInputs(sizes, model.device)
+        tensors = self._static.tensors
         self._token_ids, self._places = tensors["token_ids"], tensors["places"]
         spans = PagedSpans(
             *(tensors["cu_q"], tensors["cu_kv"], tensors["kv_lens"], tensors["block_tables"]),
@@ -211,13 +212,13 @@ class _Recorded:
         empty = np.zeros(0, dtype=np.int32)
         nothing = ForwardInput(*(empty,) * 5, np.zeros((0, 0), dtype=np.int32), empty)
         self._fill(nothing)
-        self._device.copy_(self._host, non_blocking=True)
+        self._static.upload()
         self._replay = capture(self._compute)
 
     def replay(self, forward_input: ForwardInput, extra: torch.Tensor | None = None) -> ForwardResult:
         num_rows, shared = len(forward_input.token_ids), self._shared
         self._fill(forward_input)
-        self._device.copy_(self._host, non_blocking=True)
+        self._static.upload()
         known = forward_input.device_tokens
         if known is not None:
             shared.ids[: len(known.ids)].copy_(known.ids)
@@ -231,9 +232,9 @@ class _Recorded:
         )
 
     def _fill(self, forward_input: ForwardInput) -> None:
-        fill_spans(self._arrays, forward_input, self._bucket)
+        fill_spans(self._static.arrays, forward_input, self._bucket)
         if self._bucket.trees:
-            fill_trees(self._arrays, forward_input.tree, self._block_size)
+            fill_trees(self._static.arrays, forward_input.tree, self._block_size)
 
     def _compute(self) -> None:
         """What is recorded: no branch depends on a value, no memory is copied from the host."""

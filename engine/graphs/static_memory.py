@@ -1,11 +1,12 @@
-"""The static memory of a recorded forward: pinned host memory, device memory of the same layout, and what is in them.
+"""The static inputs of a recorded forward: arrays on the host, device memory of the same layout, and what is in them.
 
-Owns the layout and the padding. Rows that pad a bucket write to the scratch block, and nothing reads what they compute.
-Knows no model and no recording (`engine.graphs.forward`).
+Owns the layout, the copy and the padding. Rows that pad a bucket write to the scratch block, and nothing reads what
+they compute. Knows no model and no recording (`engine.graphs.forward`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,25 +21,41 @@ from engine.tree_paths import find_paths
 Arrays = dict[str, npt.NDArray[Any]]
 
 
-def make_static(
-    sizes: dict[str, tuple[tuple[int, ...], str]], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, Arrays, dict[str, torch.Tensor]]:
-    """Host memory and device memory of the same layout, with the arrays and the tensors in them."""
-    places: dict[str, tuple[int, int]] = {}
-    total = 0
-    for name, (shape, dtype) in sizes.items():
-        num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        places[name] = (total, total + num_bytes)
-        total += -(-num_bytes // 16) * 16
-    host = torch.zeros(total, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-    memory = torch.zeros(total, dtype=torch.uint8, device=device)
-    numbers = host.numpy()
-    arrays, tensors = {}, {}
-    for name, (shape, dtype) in sizes.items():
-        start, end = places[name]
-        arrays[name] = numbers[start:end].view(dtype).reshape(shape)
-        tensors[name] = memory[start:end].view(DTYPES[dtype]).view(shape)
-    return host, memory, arrays, tensors
+class StaticInputs:
+    """The inputs of one recording.
+
+    Args:
+        layout: shape and element type of each array.
+        device: of the tensors.
+    """
+
+    def __init__(self, layout: Mapping[str, tuple[tuple[int, ...], str]], device: torch.device) -> None:
+        places: dict[str, tuple[int, int]] = {}
+        total = 0
+        for name, (shape, dtype) in layout.items():
+            num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+            places[name] = (total, total + num_bytes)
+            total += -(-num_bytes // 16) * 16
+        self._host = torch.zeros(total, dtype=torch.uint8)
+        self._device = torch.zeros(total, dtype=torch.uint8, device=device)
+        numbers = self._host.numpy()
+        self.arrays: Arrays = {}
+        """On the host, to be written."""
+        self.tensors: dict[str, torch.Tensor] = {}
+        """On the device. They never move."""
+        for name, (shape, dtype) in layout.items():
+            start, end = places[name]
+            self.arrays[name] = numbers[start:end].view(dtype).reshape(shape)
+            self.tensors[name] = self._device[start:end].view(DTYPES[dtype]).view(shape)
+
+    def upload(self) -> None:
+        """Queue one copy of the arrays to the device. They may be written again at once.
+
+        The device may read its source much later, when the host fills the arrays for the next position. So each copy
+        has pinned memory of its own, which PyTorch gives out again when the device is done with it.
+        """
+        staged = torch.empty(self._host.shape, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        self._device.copy_(staged.copy_(self._host), non_blocking=True)
 
 
 def fill_spans(arrays: Arrays, forward_input: ForwardInput, bucket: Bucket) -> None:

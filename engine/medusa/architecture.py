@@ -14,7 +14,9 @@ import torch
 from engine.core.step import ForwardInput
 from engine.draft.architectures import Ahead, Outputs
 from engine.errors import EngineError
+from engine.graphs.forward import Capture
 from engine.medusa.heads import MedusaHeads
+from engine.medusa.recorded import RecordedHeads
 from engine.sampling.staging import to_device
 
 
@@ -31,6 +33,16 @@ class MedusaArchitecture:
     def __init__(self, heads: MedusaHeads) -> None:
         self._heads = heads
         self.positions_per_pass = len(heads.blocks)
+        self._recorded: RecordedHeads | None = None
+
+    def record(self, sizes: Sequence[int], capture: Capture) -> None:
+        """Record the forward of the heads as CUDA graphs.
+
+        Args:
+            sizes: requests to record for.
+            capture: records them.
+        """
+        self._recorded = RecordedHeads(self._heads, sizes, capture)
 
     def compute_committed(
         self, forward_input: ForwardInput, features: torch.Tensor | None, num_masked: Sequence[int] = ()
@@ -46,7 +58,11 @@ class MedusaArchitecture:
         num_heads = later[spans] + 1
         firsts = np.cumsum(num_heads) - num_heads
         index, first_rows = to_device([lasts, firsts], features.device)
-        logits = self._heads.logits(features.index_select(0, index), num_heads)
+        hidden = features.index_select(0, index)
+        if self._recorded is not None and 0 < len(hidden) <= self._recorded.max_rows:
+            logits, firsts = self._recorded.logits(hidden, int(num_heads.max()))
+            return Outputs(logits[firsts[0] :: len(self._heads.blocks)][: len(firsts)], None, Ahead(logits, firsts + 1))
+        logits = self._heads.logits(hidden, num_heads)
         return Outputs(logits.index_select(0, first_rows), None, Ahead(logits, firsts + 1))
 
     def compute_drafted(self, forward_input: ForwardInput, previous_hidden: torch.Tensor | None) -> Outputs:

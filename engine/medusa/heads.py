@@ -81,6 +81,10 @@ class MedusaHeads:
         parts = [output(state) for output, state in zip(self.outputs, states, strict=False)]
         return torch.cat(parts).index_select(0, places).float()
 
+    def head_logits(self, features: torch.Tensor, head: int) -> torch.Tensor:
+        """[R, V] logits of one head for all rows of [R, H] features. Neither reads nor copies from the host."""
+        return self.outputs[head if len(self.outputs) > 1 else 0](self._state(head, self.norm(features)))
+
     def _state(self, head: int, hidden: torch.Tensor) -> torch.Tensor:
         for block in self.blocks[head]:
             hidden = hidden + block.silu(hidden)

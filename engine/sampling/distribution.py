@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
 
@@ -138,6 +139,44 @@ def warp(logits: torch.Tensor, samplings: Sequence[RowSampling], *, nucleus: Nuc
         subset = probs[nucleus_rows]
         probs[nucleus_rows] = _keep(subset, find(subset, top_p))
     return probs
+
+
+@dataclass(frozen=True, slots=True)
+class WarpOptions:
+    """Sampling parameters of R rows on the device of the logits."""
+
+    temperature: torch.Tensor
+    """[R, 1] float32, above 0."""
+    cuts: torch.Tensor
+    """[R, 1] bool whether there is a top-k or a min-p."""
+    top_k: torch.Tensor
+    """[R, 1] int64 tokens to keep; V keeps all."""
+    min_p: torch.Tensor
+    """[R, 1] float32."""
+    top_p: torch.Tensor
+    """[R, 1] float32; 1 keeps all."""
+
+
+def warp_together(logits: torch.Tensor, options: WarpOptions, *, truncates: bool) -> torch.Tensor:
+    """`warp` without a choice that the host makes by row, so that it can be recorded. The results are equal.
+
+    Args:
+        logits: [R, V] float32, not all -inf in any row.
+        options: of the rows.
+        truncates: whether any row has a top-k, min-p or top-p. If not, these are not read.
+    """
+    probs = torch.softmax(logits / options.temperature, dim=-1)
+    if not truncates:
+        return probs
+    ordered, num_tokens = probs.sort(dim=-1, descending=True).values, logits.shape[-1]
+    kth = ordered.gather(1, options.top_k - 1) * (options.top_k < num_tokens)
+    threshold = torch.maximum(kth, ordered[:, :1] * options.min_p)
+    kept = probs.masked_fill(probs < threshold, 0.0)
+    mass = kept.sum(dim=-1, keepdim=True)
+    probs = torch.where(options.cuts, kept / mass, probs)
+    ordered = torch.where(options.cuts, ordered.masked_fill(ordered < threshold, 0.0) / mass, ordered)
+    nucleus = _keep(probs, _last_of_nucleus(ordered, options.top_p.squeeze(1))[0])
+    return torch.where(options.top_p < 1.0, nucleus, probs)
 
 
 def _truncate(probs: torch.Tensor, top_k: torch.Tensor, min_p: torch.Tensor, width: int) -> torch.Tensor:

@@ -20,29 +20,22 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights import WHOLE, WeightFiles
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
-from engine.core.step import ForwardInput, ForwardResult
-from engine.dflash.architecture import DFlashArchitecture
 from engine.dflash.decoder import DFlashDecoder
 from engine.dflash.load import load_dflash
-from engine.draft.architectures import Architecture, EagleArchitecture, PlainArchitecture
 from engine.draft.messages import DraftInfo, DraftRequest, DraftRequestRow, DraftResponseRow
-from engine.draft.parallel import ParallelEagleArchitecture
 from engine.draft.proposer import OnDevice, Proposer
 from engine.draft_buffer.target_endpoint import BufferHandle, DraftEndpoint, gpu_uuid, open_draft_buffer
 from engine.errors import ConfigError, EngineUnavailable
-from engine.graphs.buckets import make_buckets
-from engine.graphs.forward import CudaCapture, GraphedForward
 from engine.medusa.heads import load_heads
 from engine.metrics.counters import MetricCounters, MetricSnapshot
 from engine.model.device import pick_device, pick_dtype, release_freed_memory, set_threads, with_device
 from engine.model.load import LoadedDraft, load_draft
-from engine.model.runner import ModelRunner, kv_bytes_per_token, num_kv_blocks
+from engine.model.runner import kv_bytes_per_token, num_kv_blocks
 from engine.sampling.grammar import Grammars
 from engine.sampling.row_sampling import RowSampling
 from engine.sampling.staging import to_host
 from engine.sampling.vocabulary import load_tokenizer_info
-from engine.workers.draft_connection import MAX_REQUEST_TOKENS
-from engine.workers.loaded_draft import LoadedParts, heads_parts
+from engine.workers.loaded_draft import LoadedParts, heads_parts, make_architecture
 from engine.workers.memory_plan import weight_bytes
 
 _WAIT_PERIOD_S = 0.5
@@ -93,7 +86,11 @@ class DraftWorker:
         config, vocab, width, self._pool = draft.config, draft.vocab, draft.width, draft.pool
         grammars = Grammars(lambda: load_tokenizer_info(self._target_folder, target.vocab_size, target.eos_token_ids))
         self._proposer = Proposer(
-            draft.architecture, draft.pool, vocab=vocab, max_model_len=config.max_model_len, grammars=grammars
+            *(draft.architecture, draft.pool),
+            vocab=vocab,
+            max_model_len=config.max_model_len,
+            grammars=grammars,
+            recorded=draft.recorded,
         )
         warm_up(self._proposer, width, draft.feature_width, dtype, self._device)
         release_freed_memory()  # of loading
@@ -117,7 +114,7 @@ class DraftWorker:
         config = draft.decoder.config
         width = config.draft_vocab_size or min(config.vocab_size, target.vocab_size)
         num_blocks = self._num_blocks(config, dtype)
-        architecture = _architecture(self._config, draft, width, num_blocks=num_blocks)
+        architecture, recorded = make_architecture(self._config, draft, width, num_blocks=num_blocks)
         pool = BlockPool(
             num_blocks,
             self._config.kv_block_size,
@@ -127,7 +124,7 @@ class DraftWorker:
         self._memory_bytes += num_blocks * pool.block_size * kv_bytes_per_token(config, dtype=dtype)
         source = draft.decoder if isinstance(draft.decoder, DFlashDecoder) else draft.head
         feature_width = source.feature_width if source is not None else 0
-        return LoadedParts(config, architecture, pool, draft.decoder.draft_vocab, width, feature_width)
+        return LoadedParts(config, architecture, pool, draft.decoder.draft_vocab, width, feature_width, recorded)
 
     def _load_heads(self, dtype: torch.dtype) -> LoadedParts:
         """Medusa heads. They have no KV cache."""
@@ -264,38 +261,3 @@ def warm_up(
     ]
     proposer.propose(rows, [], probs, features, on_device)
     proposer.propose([], [row.key for row in rows], probs, features, on_device)
-
-
-def _architecture(config: EngineConfig, draft: LoadedDraft, width: int, *, num_blocks: int) -> Architecture:
-    """The draft's model over a new KV cache.
-
-    Args:
-        config: settings of the engine.
-        draft: loaded weights.
-        width: columns of the logits that are tokens; columns from `width` on are padding and are never drafted.
-        num_blocks: blocks of the cache.
-    """
-    runner = ModelRunner(draft.decoder, num_blocks=num_blocks, block_size=config.kv_block_size)
-    records = config.cuda_graphs == "on" and draft.decoder.device.type == "cuda"
-    buckets = make_buckets(max_requests=config.max_num_requests, max_k=0)
-    longest = draft.decoder.config.max_model_len
-    max_kv = min(config.max_model_len or longest, longest)
-    positions = draft.decoder.config.positions_per_pass
-    if isinstance(draft.decoder, DFlashDecoder):
-        return DFlashArchitecture(draft.decoder, runner.caches)
-    if draft.head is not None and positions > 1:  # It has no forward over drafted tokens to record.
-        return ParallelEagleArchitecture(draft.head, draft.decoder, runner.caches, positions_per_pass=positions)
-    if draft.head is not None:
-        eagle = EagleArchitecture(draft.head, draft.decoder, runner.caches)
-        if records:
-            eagle.record(runner, buckets, CudaCapture(draft.decoder.device), max_kv=max_kv)
-        return eagle
-    compute = runner.forward
-    if records:
-        capture = CudaCapture(draft.decoder.device)
-        compute = GraphedForward(runner, buckets, capture, max_kv=max_kv, max_ids=MAX_REQUEST_TOKENS).forward
-
-    def forward(forward_input: ForwardInput) -> ForwardResult:
-        return ForwardResult(compute(forward_input).require_logits()[:, :width])
-
-    return PlainArchitecture(forward)

@@ -16,7 +16,8 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights import ShardSpec
 from engine.config import DRAFT_METHODS, EngineConfig
 from engine.errors import ConfigError
-from engine.graphs.buckets import make_buckets
+from engine.graphs.buckets import make_buckets, row_sizes
+from engine.graphs.chain import KINDS, WHOLE_ROWS
 from engine.lora.adapter_files import num_adapter_values
 from engine.model.load import Model
 
@@ -27,6 +28,10 @@ NCCL_BYTES = GIB
 """Communicators and their channels, where there is more than one shard."""
 GRAPH_BYTES = 16 << 20
 """A recorded forward: its nodes and what the driver keeps for it."""
+POSITION_BYTES = {"draft_model": 8 << 20, "eagle": 1 << 20, "medusa": 1 << 20}
+"""A recorded position of a draft, by method: the nodes of a model half as deep as a target, or those of one layer."""
+CHOICE_LOGIT_BYTES = 32
+"""Bytes per logit of a recorded choice: logits twice, probabilities, sorted ones, noise, and their masks."""
 RESERVE_FRACTION = 0.02
 """Of the device: fragmentation, and what the estimates miss."""
 SAMPLED_LOGIT_BYTES, SCORED_LOGIT_BYTES = 48, 20
@@ -115,8 +120,9 @@ def plan_memory(
     if shard.size > 1:
         parts.append(Part("NCCL", NCCL_BYTES))
     if engine.cuda_graphs == "on":
-        draft_logits = 4 * engine.max_num_requests * config.vocab_size if has_draft else 0
-        parts.append(Part("CUDA graphs", graph_bytes(engine, config, shard, dtype) + 2 * draft_logits))
+        parts.append(Part("CUDA graphs", graph_bytes(engine, config, shard, dtype)))
+        if has_draft:
+            parts.append(Part("CUDA graphs of the draft", draft_graph_bytes(engine, config)))
     if has_draft:
         share = engine.speculative.memory_fraction
         buffer = 4 * engine.max_num_requests * max(1, engine.speculative.k) * config.vocab_size
@@ -174,6 +180,20 @@ def graph_bytes(engine: EngineConfig, config: ModelConfig, shard: ShardSpec, dty
     rows = max(bucket.rows for bucket in buckets)
     results: int = rows * (4 * config.vocab_size + dtype.itemsize * 3 * config.hidden_size) if shard.rank == 0 else 0
     return _layer_bytes(rows, config, shard, dtype) + 2 * results + GRAPH_BYTES * len(buckets)
+
+
+def draft_graph_bytes(engine: EngineConfig, config: ModelConfig) -> int:
+    """Estimate of the bytes that the recordings of a draft hold: results, logits, and the graphs.
+
+    Args:
+        engine: the settings; the method has a draft.
+        config: of the target. A draft has at most as many logit columns.
+    """
+    sizes, k = row_sizes(make_buckets(max_requests=engine.max_num_requests, max_k=0)), max(1, engine.speculative.k)
+    per_row: int = (4 * k + CHOICE_LOGIT_BYTES) * config.vocab_size
+    position, num_kinds = POSITION_BYTES[engine.speculative.method], len(KINDS)
+    positions = sum(1 + num_kinds * (1 + (k if size <= WHOLE_ROWS else 0)) for size in sizes)
+    return max(sizes) * per_row + position * positions
 
 
 def _layer_bytes(rows: int, config: ModelConfig, shard: ShardSpec, dtype: torch.dtype) -> int:

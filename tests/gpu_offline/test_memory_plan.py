@@ -59,6 +59,12 @@ def test_recorded_forwards_have_their_part_and_leave_room() -> None:
         parts[graphs] = {part.name: part.num_bytes for part in found.parts}
     assert "CUDA graphs" not in parts["off"]
     assert 4 * 512 * LLAMA_70B["vocab_size"] < parts["on"]["CUDA graphs"] < 3 * GIB
+    results = 4 * 128 * 5 * LLAMA_70B["vocab_size"]
+    assert results < parts["on"]["CUDA graphs of the draft"] < 6 * GIB
+    eagle = plan(
+        LLAMA_8B, device_mib=24_564, max_model_len=8192, max_num_requests=16, speculative=EAGLE, cuda_graphs="on"
+    )
+    eagle.check(8192)
     with pytest.raises(ConfigError, match="cuda_graphs: on given, but device is cpu"):
         EngineConfig.parse({"model": "m", "device": "cpu", "cuda_graphs": "on"})
 

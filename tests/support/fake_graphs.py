@@ -29,13 +29,22 @@ class Guarded:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self.num_recorded = 0
+        self.num_replays = 0
+        self.num_launches = 0
+        """Launches inside of recordings and replays."""
 
     def __call__(self, compute: Callable[[], None]) -> Callable[[], None]:
         def checked() -> None:
             before = (self._recorder.num_reads, self._recorder.uploads, self._recorder.downloads)
+            launches = self._recorder.num_launches
             compute()
+            self.num_launches += self._recorder.num_launches - launches
             assert (self._recorder.num_reads, self._recorder.uploads, self._recorder.downloads) == before
+
+        def replay() -> None:
+            self.num_replays += 1
+            checked()
 
         checked()
         self.num_recorded += 1
-        return checked
+        return replay

@@ -5,6 +5,7 @@ Use them inside `fake_cuda.fake_cuda()`.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -107,7 +108,10 @@ def fake_medusa(shape: dict[str, Any], *, num_heads: int) -> MedusaHeads:
         return torch.empty(*size, dtype=torch.bfloat16, device=CUDA)
 
     return MedusaHeads(
-        config=ModelConfig.parse({"medusa_num_heads": num_heads, "hidden_size": hidden, "vocab_size": vocab}),
+        config=dataclasses.replace(
+            ModelConfig.parse({"medusa_num_heads": num_heads, "hidden_size": hidden, "vocab_size": vocab}),
+            max_model_len=4096,
+        ),
         norm=RmsNorm(weight(hidden), 1e-5),
         blocks=tuple((make_linear(weight(hidden, hidden), weight(hidden)),) for _ in range(num_heads)),
         outputs=tuple(make_linear(weight(vocab, hidden)) for _ in range(num_heads)),
