@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
+import random
 import socket
 
 from deployments.local.machine import listener
 from engine.errors import ConfigError, EngineUnavailable
 
 LOOPBACK = "127.0.0.1"
+_CHOSEN = range(24_000, 32_000)
+"""Ports to choose from: above those of Ray's workers and clients, below those that the kernel gives to outgoing connections. One of
+the latter could take a port between its choice and its use."""
+_NUM_TRIES = 100
 
 
 def free_port(preferred: int = 0) -> int:
@@ -30,7 +36,7 @@ def free_ports(*preferred: int) -> list[int]:
     ports = []
     with contextlib.ExitStack() as probes:  # held together, so that no port is found twice
         for wanted in preferred:
-            for port in (wanted, 0):
+            for port in itertools.chain((wanted,) if wanted else (), random.sample(_CHOSEN, _NUM_TRIES), (0,)):
                 probe = probes.enter_context(socket.socket())
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 with contextlib.suppress(OSError):
