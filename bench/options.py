@@ -16,6 +16,11 @@ STREAMS = (1, 4, 16, 32)
 """Default numbers of streams."""
 PEER_STREAMS = (1, 2, 4, 8, 16, 32)
 """Default numbers of streams for `peers` and `engine`."""
+PROPOSERS = (
+    *("off", "ngram@5", "ngram+tree@8", "shared@5", "eagle@5", "eagle+tree@8", "eagle+ngram@5", "eagle+ngram+tree@8"),
+    "eagle+shared+tree@8",
+)
+"""Default variants for `proposers`."""
 
 
 def add_bench_parser(subparsers: Any) -> None:
@@ -26,8 +31,44 @@ def add_bench_parser(subparsers: Any) -> None:
     _add_peers(actions)
     _add_engine(actions)
     _add_soak(actions)
+    _add_proposers(actions)
     _add_proxy(actions)
     _add_gpu(actions)
+
+
+def _add_proposers(actions: Any) -> None:
+    proposers = actions.add_parser(
+        "proposers",
+        help="every proposer of draft tokens, alone and merged, without Ray and HTTP",
+        description="Tokens per verification, share of drafting and tokens per second over the first variant, by kind "
+        "of work. A variant is PART+PART@KxWIDTH:POLICY. Parts: off, ngram, shared, the name of a draft, tree. "
+        "Without a policy K is fixed.",
+    )
+    proposers.add_argument("--prompts", type=Path, required=True, help="prompt file (JSON lines) with categories")
+    proposers.add_argument(
+        "--kinds",
+        nargs="+",
+        default=["translation", "summarization", "qa", "math_reasoning", "rag", "mt_bench"],
+        metavar="NAME",
+        help="categories of the prompt file",
+    )
+    proposers.add_argument("--variants", nargs="+", metavar="NAME", default=list(PROPOSERS))
+    proposers.add_argument(
+        "--drafts",
+        nargs="*",
+        default=["eagle=smollm2-eagle"],
+        metavar="NAME=DRAFT",
+        help="drafts by the name that variants use: a draft that ships, a folder or a Hugging Face id",
+    )
+    proposers.add_argument("--model", default="smollm2", help="target")
+    proposers.add_argument("--streams", type=int, nargs="+", default=[1], metavar="N")
+    proposers.add_argument("--per-kind", type=int, default=3, metavar="N", help="prompts per kind of work")
+    proposers.add_argument("--max-tokens", type=int, default=64)
+    proposers.add_argument("--temperature", type=float, default=0.0)
+    proposers.add_argument("--rounds", type=int, default=2, help="rounds, which alternate in order")
+    proposers.add_argument("--kv-cache-tokens", type=int, default=65536, metavar="N")
+    proposers.add_argument("--out", type=Path, help="write the figures as JSON")
+    proposers.set_defaults(run=_run("proposers.run", "proposers"))
 
 
 def _add_proxy(actions: Any) -> None:

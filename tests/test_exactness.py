@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,8 +27,9 @@ from engine.core.request import Request
 from engine.core.stats import StepStats
 from engine.core.step import Batch, Draft, DraftRow, Verdict
 from engine.draft.first_of import FirstOf
-from engine.lookup.ngram import NgramDrafter
+from engine.lookup.ngram import Lookup, NgramDrafter
 from engine.messages import SamplingParams, Submit
+from engine.proposals.drafter import MergedDrafter
 from engine.sampling.distribution import Purpose, draw, gumbel, stream_seed, warp
 from engine.sampling.row_sampling import RowSampling
 
@@ -65,7 +67,9 @@ def target_and_drafter(method: str, *, width: int = 1) -> tuple[ToyModel, Drafte
     if method.endswith("+tree"):
         return target_and_drafter(method.removesuffix("+tree"), width=3)
     if method.endswith("+lookup"):
-        target, model = target_and_drafter(method.removesuffix("+lookup"))
+        target, model = target_and_drafter(method.removesuffix("+lookup"), width=width)
+        if width > 1:
+            return target, MergedDrafter(Lookup(min_size=1, max_size=3), model)
         return target, FirstOf(NgramDrafter(min_size=2, max_size=3), model, source="lookup")
     if method == "eagle":
         target = FeaturedToy(vocab_size=VOCAB)
@@ -82,7 +86,8 @@ def drafter_of(method: str, *, width: int = 1) -> Drafter:
     if method == "none":
         return NoDrafter()
     if method == "ngram":
-        return NgramDrafter(min_size=1, max_size=2, branches=width > 1)
+        lookup: dict[str, Any] = {"min_size": 1, "max_size": 2}
+        return NgramDrafter(**lookup) if width == 1 else MergedDrafter(Lookup(**lookup), None)
     if method == "draft_model":
         return toy_drafter(ToyModel(vocab_size=VOCAB, seed=9, blend=0.5), width=width)
     return toy_drafter(ToyModel(vocab_size=VOCAB, columns=3, seed=9), vocab=torch.tensor([4, 0, 2]), width=width)
@@ -94,6 +99,7 @@ def drafter_of(method: str, *, width: int = 1) -> Drafter:
     [
         *("none", "ngram", "draft_model", "draft_model_reduced", "eagle", "eagle+lookup", "medusa"),
         *("ngram+tree", "draft_model+tree", "draft_model_reduced+tree", "eagle+tree"),
+        *("draft_model+lookup+tree", "eagle+lookup+tree", "medusa+lookup+tree"),
     ],
 )
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.8)])
@@ -121,7 +127,7 @@ def test_the_chi_square_sees_a_wrong_distribution() -> None:
 def test_equal_seeds_give_equal_tokens_for_every_method_and_k() -> None:
     sampling = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=50, seed=123)
     seen = set()
-    trees = ("ngram+tree", "draft_model+tree", "draft_model_reduced+tree", "eagle+tree")
+    trees = ("ngram+tree", "draft_model+tree", "draft_model_reduced+tree", "eagle+tree", "eagle+lookup+tree")
     for method in ("none", "ngram", "draft_model", "draft_model_reduced", "eagle", "medusa", *trees):
         for k in (0, 1, 4, 9):
             engine = ToyEngine(*target_and_drafter(method), FixedPacer(k))

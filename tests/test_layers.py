@@ -30,6 +30,7 @@ LAYERS = {
         "workers",
         "draft_buffer medusa dflash",
         "draft",
+        "proposals",
         "graphs lora lookup",
         "model metrics ipc",
         "core kernels",
@@ -50,7 +51,7 @@ LAYERS = {
         "settings engine_client errors",
     ),
     "distill": ("options", "cli", "training", "models", "data", "settings"),
-    "bench": ("options", "soak peers pace proxy gpu", "engine_only", "load"),
+    "bench": ("options", "soak peers pace proxy gpu proposers", "engine_only", "load"),
     "dashboards": (
         "options",
         "commands",

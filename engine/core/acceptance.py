@@ -11,7 +11,8 @@ take logits that penalties and grammars have changed already. Three exact rules:
                 The output does not depend on the draft, so equal seeds give equal text at every K.
     rejection   A draft token is accepted with probability min(1, p / q). After a rejection p becomes max(p - q, 0) and
                 q loses the token; the next sibling is tried, or else the token is drawn from p (Leviathan et al. 2023,
-                algorithm 1; for siblings drawn without replacement, Miao et al. 2023 and Jeon et al. 2024).
+                algorithm 1; for siblings drawn without replacement, Miao et al. 2023 and Jeon et al. 2024). A token
+                that was certain has a q of its own, and the q of drawn siblings does not lose it.
 
 In a tree every rule walks from the root position to an accepted child, until no child is accepted.
 """
@@ -26,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from msgspec import Struct
 
-from engine.core.step import DeviceDrafts, DraftRow, Span
+from engine.core.step import DeviceDrafts, DraftRow, Span, Trial
 from engine.sampling.distribution import (
     Purpose,
     draw,
@@ -64,8 +65,8 @@ class SampledSpan(Struct, frozen=True, gc=False):
 
     @property
     def branches(self) -> bool:
-        """Whether the draft is not a chain."""
-        return branches(self.draft_row.parents)
+        """Whether the draft is not a chain whose tokens are tried once each."""
+        return bool(self.draft_row.trials) or branches(self.draft_row.parents)
 
     @property
     def parents(self) -> tuple[int, ...]:
@@ -76,6 +77,17 @@ class SampledSpan(Struct, frozen=True, gc=False):
     def children(self) -> list[list[int]]:
         """[num_tokens + 1] children of the root position and of each draft token."""
         return children_of(self.parents)
+
+    @property
+    def trials(self) -> list[list[Trial]]:
+        """[num_tokens + 1] attempts of rejection sampling at the root position and at each draft token, in order."""
+        drawn = self.draft_row.probs is not None
+        if not self.draft_row.trials:
+            return [[Trial(node, nodes[0] if drawn else -1) for node in nodes] for nodes in self.children]
+        found: list[list[Trial]] = [[] for _ in self.rows]
+        for trial in self.draft_row.trials:
+            found[self.draft_row.parents[trial.node] + 1].append(trial)
+        return found
 
     @property
     def row_depths(self) -> Sequence[int]:
@@ -128,21 +140,23 @@ def draft_table(
 
 def _trees(spans: Sequence[SampledSpan], max_k: int, device: torch.device) -> Branches:
     """The trees of the spans, chains among them."""
-    all_children = [span.children for span in spans]
-    width = max(len(children) for span_children in all_children for children in span_children)
+    all_trials = [span.trials for span in spans]
+    width = max(len(trials) for span_trials in all_trials for trials in span_trials)
     parents = np.full((len(spans), max_k), -2, dtype=np.int64)
     children = np.full((len(spans), max_k + 1, max(1, width)), max_k, dtype=np.int64)
+    drawn = np.zeros(children.shape, dtype=bool)
     forks = []
     max_depth = 0
-    for index, (span, span_children) in enumerate(zip(spans, all_children, strict=True)):
+    for index, (span, span_trials) in enumerate(zip(spans, all_trials, strict=True)):
         parents[index, : len(span.parents)] = span.parents
         max_depth = max(max_depth, 1 + max(depths(span.parents), default=-1))
-        for row, nodes in enumerate(span_children):
-            children[index, row, : len(nodes)] = nodes
-            if len(nodes) > 1:
+        for row, trials in enumerate(span_trials):
+            children[index, row, : len(trials)] = [trial.node for trial in trials]
+            drawn[index, row, : len(trials)] = [trial.q_row >= 0 for trial in trials]
+            if len(trials) > 1:
                 forks.append((index, row))
-    on_device = to_device([parents, children, np.array(forks, dtype=np.int64).reshape(-1, 2)], device)
-    return Branches(on_device[0], on_device[1], max_depth, on_device[2])
+    on_device = to_device([parents, children, drawn, np.array(forks, dtype=np.int64).reshape(-1, 2)], device)
+    return Branches(on_device[0], on_device[1], on_device[2], max_depth, on_device[3])
 
 
 def accept_all(
@@ -241,30 +255,26 @@ def _reject_all(
     uniforms = np.zeros((len(spans), max_k))
     seeds = np.zeros((len(spans), max_k + 1), dtype="<u8")
     rows = np.zeros((len(spans), max_k), dtype=np.int64)
-    from_q = np.zeros(len(spans), dtype=bool)
+    from_q = np.zeros((len(spans), max_k), dtype=bool)
     values: list[torch.Tensor] = []
     num_values = 0
     in_place = on_device is not None and all(
         span.draft_row.num_on_device > 0 for span in spans if span.draft_row.probs is not None
     )
     for index, span in enumerate(spans):
-        k = span.draft_row.num_tokens
-        children, row_depths = span.children, span.row_depths
-        places = np.zeros(k, dtype=np.int64)  # of q: that of the first sibling
-        for row, (nodes, depth) in enumerate(zip(children, row_depths, strict=True)):
-            seeds[index, row] = draw_seed(span, depth, Purpose.RECOVER if nodes else Purpose.TOKEN)
-            for rank, node in enumerate(nodes):
-                uniforms[index, node] = uniform(draw_seed(span, depth, Purpose.ACCEPT, rank))
-                places[node] = nodes[0]
-        if span.draft_row.probs is not None and k > 0:
-            from_q[index] = True
-            if on_device is not None and in_place:
-                first = span.draft_row.device_row * on_device.probs.shape[1]
-                rows[index, :k] = first + places
-                continue
-            rows[index, :k] = num_values + places
-            values.append(span.draft_row.probs[:k])
-            num_values += k
+        probs, first = span.draft_row.probs, num_values
+        if probs is not None and on_device is not None and in_place:
+            first = span.draft_row.device_row * on_device.probs.shape[1]
+        elif probs is not None and len(probs) > 0:
+            values.append(probs)
+            num_values += len(probs)
+        for row, (trials, depth) in enumerate(zip(span.trials, span.row_depths, strict=True)):
+            seeds[index, row] = draw_seed(span, depth, Purpose.RECOVER if trials else Purpose.TOKEN)
+            q_row = max((trial.q_row for trial in trials), default=-1)  # drawn siblings have the same one
+            for rank, trial in reversed(list(enumerate(trials))):  # the first attempt at a node decides
+                uniforms[index, trial.node] = uniform(draw_seed(span, depth, Purpose.ACCEPT, rank))
+                from_q[index, trial.node] = trial.q_row >= 0
+                rows[index, trial.node] = first + q_row if q_row >= 0 else 0
     words = seed_words(seeds.reshape(-1).tolist()).reshape(*seeds.shape, 2)
     uniform_rows, word_rows, q_rows, drafted_from_q = to_device([uniforms, words, rows, from_q], logits.device)
     stacked = None

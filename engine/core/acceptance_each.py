@@ -50,24 +50,29 @@ def _reject_one(target_probs: torch.Tensor, span: SampledSpan, vocab: torch.Tens
         span: the span.
         vocab: target token ids of q's columns.
     """
-    drafted, children = span.draft_row.token_ids, span.children
+    drafted, all_trials = span.draft_row.token_ids, span.trials
     path: list[int] = []
     while True:
         row = path[-1] + 1 if path else 0
-        p, depth = target_probs[row], len(path)
-        if not children[row]:
+        p, depth, trials = target_probs[row], len(path), all_trials[row]
+        if not trials:
             return path, _draw(p, span, depth, Purpose.TOKEN)
-        rest = _draft_probs(span.draft_row, children[row][0], vocab, p)
-        for rank, node in enumerate(children[row]):
-            token = drafted[node]
-            q = _one_hot(token, p) if rest is None else rest
-            if uniform(draw_seed(span, depth, Purpose.ACCEPT, rank)) * float(q[token]) < float(p[token]):
-                path.append(node)
+        rest: torch.Tensor | None = None  # q of the drawn siblings
+        tried: set[int] = set()
+        for rank, trial in enumerate(trials):
+            token = drafted[trial.node]
+            if trial.q_row >= 0 and rest is None:
+                rest = _draft_probs(span.draft_row, trial.q_row, vocab, p)
+            q = rest if trial.q_row >= 0 and rest is not None else _one_hot(token, p)
+            number = uniform(draw_seed(span, depth, Purpose.ACCEPT, rank))
+            if trial.node not in tried and number * float(q[token]) < float(p[token]):
+                path.append(trial.node)
                 break
-            if rank + 1 == len(children[row]):
+            tried.add(trial.node)
+            if rank + 1 == len(trials):
                 return path, _draw(residual(p.unsqueeze(0), q.unsqueeze(0))[0], span, depth, Purpose.RECOVER)
             after, q_after = after_rejection(p.unsqueeze(0), q.unsqueeze(0), torch.tensor([token], device=p.device))
-            p, rest = after[0], None if rest is None else q_after[0]
+            p, rest = after[0], q_after[0] if trial.q_row >= 0 else rest
 
 
 def _follow_choices(span: SampledSpan, choices: Sequence[int]) -> tuple[list[int], int]:
@@ -91,7 +96,7 @@ def _follow_choices(span: SampledSpan, choices: Sequence[int]) -> tuple[list[int
 
 
 def _draft_probs(draft_row: DraftRow, j: int, vocab: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
-    """q of draft token j over the target's vocabulary, [V] float32; None if the draft is certain of its tokens."""
+    """Row j of q over the target's vocabulary, [V] float32; None if the draft has no q."""
     if draft_row.probs is None:
         return None
     q = torch.zeros_like(like)

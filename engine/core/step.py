@@ -79,6 +79,16 @@ class Batch(Struct, frozen=True, gc=False):
     """Requests in the waiting queue after scheduling."""
 
 
+class Trial(Struct, frozen=True, gc=False):
+    """One attempt of rejection sampling to accept a node."""
+
+    node: int
+    """Index of the node."""
+    q_row: int = -1
+    """Row of `DraftRow.probs` with the distribution that its token was drawn from; -1: the token was certain, which is
+    a distribution with one token."""
+
+
 class DraftRow(Struct, frozen=True, gc=False):
     """The draft for one span."""
 
@@ -99,6 +109,9 @@ class DraftRow(Struct, frozen=True, gc=False):
     parents: tuple[int, ...] = ()
     """Index of each node's parent among the tokens, -1 for the last committed token; see `engine.tree`. Empty for
     a chain."""
+    trials: tuple[Trial, ...] = ()
+    """The attempts to accept nodes, in their order, where a tree of several proposers meets the rejection rule; see
+    `engine.proposals.merge`. Empty: each node is tried once, by the q of the first of its siblings."""
     num_on_device: int = 0
     """Draft tokens in row `device_row` of `Draft.on_device`, always a chain; 0 if `token_ids` has them."""
     device_row: int = 0

@@ -44,4 +44,5 @@ class WrongDrafter:
         if row.num_tokens == 0:
             return row
         half = self._vocab_size // 2
-        return replace(row, token_ids=tuple((token + half) % self._vocab_size for token in row.token_ids), probs=None)
+        wrong = tuple((token + half) % self._vocab_size for token in row.token_ids)
+        return replace(row, token_ids=wrong, probs=None, trials=())

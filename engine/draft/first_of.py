@@ -19,7 +19,7 @@ class FirstOf:
 
     Args:
         first: a drafter without a forward pass. Its tokens are certain: it returns no probabilities.
-        rest: the method for all other spans. It sees k = 0 where `first` has drafted.
+        rest: the method for all other spans. It sees k = 0, also for lookups, where `first` has drafted.
         source: the source that the rows of `first` are counted under.
     """
 
@@ -33,7 +33,8 @@ class FirstOf:
         if not any(row.token_ids for row in found):
             return self._rest.draft(batch)
         spans = tuple(
-            replace(span, k=0) if row.token_ids else span for span, row in zip(batch.spans, found, strict=True)
+            replace(span, k=0, k_by_match=None) if row.token_ids else span
+            for span, row in zip(batch.spans, found, strict=True)
         )
         draft = self._rest.draft(replace(batch, spans=spans))
         rows = tuple(

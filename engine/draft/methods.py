@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from engine.config import SpeculativeConfig
 from engine.core.drafter import Drafter, NoDrafter
 from engine.draft.adversarial import WrongDrafter
 from engine.draft.first_of import FirstOf
 from engine.draft.grammar import GrammarDrafter
 from engine.draft.remote import RemoteDrafter
-from engine.lookup.ngram import NgramDrafter
+from engine.lookup.ngram import Lookup, NgramDrafter
 from engine.lookup.shared_text import SharedText
+from engine.proposals.drafter import MergedDrafter
 
 __all__ = ["make_drafter"]
 
@@ -18,6 +21,8 @@ def make_drafter(
     config: SpeculativeConfig, remote: RemoteDrafter | None, *, vocab_size: int, branches: bool = False
 ) -> Drafter:
     """The drafter of one engine: grammar-forced tokens first, then the configured method.
+
+    With branches, prompt lookup and the model are merged into one tree per request. Without, lookup is asked first.
 
     Args:
         config: names the method.
@@ -34,13 +39,15 @@ def make_drafter(
 def _method(config: SpeculativeConfig, remote: RemoteDrafter | None, *, branches: bool) -> Drafter:
     if config.method == "none":
         return NoDrafter()
-    lookup = NgramDrafter(
-        min_size=config.ngram_min,
-        max_size=config.ngram_max,
-        shared=SharedText(config.shared_lookup_mib << 20) if config.shared_lookup != "off" else None,
-        per_client=config.shared_lookup == "client",
-        branches=branches,
-    )
-    if remote is None:
-        return lookup
-    return FirstOf(lookup, remote, source="lookup") if config.lookup else remote
+    if remote is not None and not config.lookup:
+        return remote
+    options: dict[str, Any] = {
+        "min_size": config.ngram_min,
+        "max_size": config.ngram_max,
+        "shared": SharedText(config.shared_lookup_mib << 20) if config.shared_lookup != "off" else None,
+        "per_client": config.shared_lookup == "client",
+    }
+    if branches:
+        return MergedDrafter(Lookup(**options), remote)
+    lookup = NgramDrafter(**options)
+    return lookup if remote is None else FirstOf(lookup, remote, source="lookup")

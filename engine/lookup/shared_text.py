@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engine.lookup.continuations import Continuations, Expected, join
+
 ANCHOR = 4
 """Tokens of the shortest match."""
 MAX_MATCH = 16
@@ -100,6 +102,24 @@ class SharedText:
         positions, longest = self._candidates(last, group)
         token_ids = self._continuation(positions, k) if positions else ()
         return Found(token_ids, longest) if token_ids else None
+
+    def find_all(self, tokens: Sequence[int], group: int, k: int, expected: Expected) -> Continuations | None:
+        """The continuations of all latest occurrences of the longest match, as one tree.
+
+        Args:
+            tokens: a text, whose last tokens are looked up.
+            group: number of the texts to search.
+            k: most nodes, at least 1.
+            expected: what to expect of a node; see `engine.lookup.continuations`.
+
+        Returns:
+            None where the last ANCHOR tokens did not occur, or only at the end of texts.
+        """
+        if len(tokens) < ANCHOR:
+            return None
+        positions, _ = self._candidates(tokens[-MAX_MATCH:], group)
+        found = join(positions, lambda position, ahead: self._tokens[(position + ahead) & self._mask], k, expected)
+        return found if found.token_ids else None
 
     def _candidates(self, last: Sequence[int], group: int) -> tuple[list[int], int]:
         """Positions after the longest matches of `last`, the latest first, and their length."""

@@ -27,7 +27,9 @@ class Branches:
     """[S, K] int64 parent of each node, -1 for the root position, -2 for padding."""
     children: torch.Tensor
     """[S, K + 1, W] int64 children of the root position and of each node, in the order in which they are tried, padded
-    with K."""
+    with K. One that two proposers have is there twice."""
+    drawn: torch.Tensor
+    """[S, K + 1, W] bool whether the token that is tried was drawn from q; False where it was certain."""
     max_depth: int
     """Nodes of the longest path."""
     forks: torch.Tensor
@@ -64,7 +66,7 @@ class DraftProbs:
     rows: torch.Tensor
     """[S, K] int64 row of `values` of each draft token; siblings have the same one. 0 where there is none."""
     drafted_from_q: torch.Tensor
-    """[S] bool: False for spans whose draft tokens were certain (q is one-hot)."""
+    """[S, K] bool: False for draft tokens that were certain (q is one-hot)."""
     vocab: torch.Tensor | None
     """[columns] int64 target token id of each column; None: column i is token i."""
 
@@ -181,7 +183,8 @@ def reject(
     num_accepted, last_row, path = _walk(accepted, drafts)
     weights = target_probs.index_select(0, drafts.first_rows + last_row)
     if tokens.shape[1] > 0:
-        *_, last = _rejections(weights, _children_of_last(last_row, drafts), tokens, drafts.lengths, draft_probs)
+        children, drawn = _tried_last(last_row, drafts, draft_probs)
+        *_, last = _rejections(weights, children, drawn, tokens, drafts.lengths, draft_probs)
         weights = torch.where(last.real, residual(last.p, last.q), last.p)
     last_words = words.gather(1, last_row.view(-1, 1, 1).expand(-1, 1, 2)).squeeze(1)
     noise = gumbel_of_words(last_words, torch.arange(weights.shape[1], device=weights.device))
@@ -198,23 +201,31 @@ def _accept_siblings(
 ) -> torch.Tensor:
     """`accepted` with the children of forks: whether each is accepted once the children before it are rejected."""
     spans, rows = branches.forks.unbind(1)
-    of_forks = replace(draft_probs, rows=draft_probs.rows[spans], drafted_from_q=draft_probs.drafted_from_q[spans])
+    of_forks = replace(draft_probs, rows=draft_probs.rows[spans])
     p = target_probs.index_select(0, drafts.first_rows[spans] + rows)
-    tokens, children = drafts.token_ids[spans].clamp(min=0), branches.children[spans, rows]
+    tokens = drafts.token_ids[spans].clamp(min=0)
+    children, drawn = branches.children[spans, rows], branches.drawn[spans, rows]
     padded = torch.nn.functional.pad(accepted, (0, 1))  # Padding children write to the last column.
-    trials = _rejections(p, children, tokens, drafts.lengths[spans], of_forks)
+    tried = torch.zeros_like(padded)
+    trials = _rejections(p, children, drawn, tokens, drafts.lengths[spans], of_forks)
     for child, trial in zip(children.unbind(1), trials, strict=True):
         of_p, of_q = (part.gather(1, trial.token).squeeze(1).double() for part in (trial.p, trial.q))
-        padded[spans, child] = uniforms[spans, trial.node] * of_q < of_p
+        fits = uniforms[spans, trial.node] * of_q < of_p
+        padded[spans, child] = torch.where(tried[spans, child], padded[spans, child], fits)
+        tried[spans, child] = True
     return padded[:, :-1]
 
 
-def _children_of_last(last_row: torch.Tensor, drafts: DraftTable) -> torch.Tensor:
-    """[S, W] children of the row that yields the last token, all of them rejected; padded with the largest length."""
+def _tried_last(
+    last_row: torch.Tensor, drafts: DraftTable, draft_probs: DraftProbs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[S, W] children of the row that yields the last token, all of them rejected, padded with the largest length; and
+    [S, W] whether they were drawn."""
     if drafts.branches is None:
-        return last_row.unsqueeze(1)
+        node = last_row.unsqueeze(1)
+        return node, draft_probs.drafted_from_q.gather(1, node.clamp(max=drafts.token_ids.shape[1] - 1))
     rows = last_row.view(-1, 1, 1).expand(-1, 1, drafts.branches.children.shape[2])
-    return drafts.branches.children.gather(1, rows).squeeze(1)
+    return drafts.branches.children.gather(1, rows).squeeze(1), drafts.branches.drawn.gather(1, rows).squeeze(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,29 +245,35 @@ class _Trial:
 
 
 def _rejections(
-    p: torch.Tensor, children: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor, draft_probs: DraftProbs
+    p: torch.Tensor,
+    children: torch.Tensor,
+    drawn: torch.Tensor,
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    draft_probs: DraftProbs,
 ) -> Iterator[_Trial]:
     """Try the children of B positions one after the other, each after the rejection of the one before.
 
     Args:
         p: [B, V] the target's distribution at each position.
         children: [B, W] their children, padded with any number from the draft's length on.
+        drawn: [B, W] whether each was drawn from q.
         tokens: [B, K] draft tokens of the position's span.
         lengths: [B] their number.
-        draft_probs: with [B, K] rows and [B] flags of the position's span.
+        draft_probs: with [B, K] rows of the position's span.
     """
-    rest, from_q = None, draft_probs.drafted_from_q.unsqueeze(1)
+    rest = None
     nodes, real = children.clamp(max=tokens.shape[1] - 1), children < lengths.unsqueeze(1)
     all_tokens = tokens.gather(1, nodes)
     if draft_probs.values is not None:
         rest = _dense_q(p, draft_probs.rows.gather(1, nodes[:, :1]).squeeze(1), draft_probs)
     for place in range(children.shape[1]):
         here = slice(place, place + 1)
-        token = all_tokens[:, here]
+        token, from_q = all_tokens[:, here], drawn[:, here]
         if rest is None:
             q = torch.zeros_like(p).scatter_(1, token, 1.0)
         else:
-            q = rest * from_q
+            q = torch.where(from_q, rest, 0.0)
             q.scatter_(1, token, torch.where(from_q, q.gather(1, token), 1.0))
         yield _Trial(nodes[:, place], real[:, here], token, p, q)
         if place + 1 < children.shape[1]:
@@ -292,7 +309,7 @@ def _q_of_tokens(tokens: torch.Tensor, draft_probs: DraftProbs) -> torch.Tensor:
     columns = tokens
     if vocab is not None:
         ascending, order = vocab.sort()
-        # A token without a column belongs to a span that was not drafted from q; its value is not used.
+        # A token without a column was not drawn from q; its value is not used.
         columns = order[torch.searchsorted(ascending, tokens).clamp_(max=len(vocab) - 1)]
     q = values[draft_probs.rows, columns.clamp(max=values.shape[1] - 1)]
-    return torch.where(draft_probs.drafted_from_q.unsqueeze(1), q, 1.0)
+    return torch.where(draft_probs.drafted_from_q, q, 1.0)

@@ -1,9 +1,11 @@
-"""A drafter of random trees over a toy vocabulary: every shape, tokens drawn without replacement from q or made up."""
+"""Drafters of random trees over a toy vocabulary: every shape, tokens drawn without replacement from q or made up, also
+merged from several proposers."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -12,8 +14,11 @@ from trees import path_to, random_parents
 
 from engine.core.drafter import empty_rows
 from engine.core.step import Batch, Draft, DraftRow, Span, Verdict
+from engine.proposals.merge import MergedTree, Proposal, merge
 from engine.sampling.distribution import warp
-from engine.tree import branches
+from engine.tree import branches, chain_parents, children_of
+
+Bias = Literal["none", "drops_repeats", "fills_up"]
 
 
 class RandomTrees:
@@ -96,3 +101,76 @@ class RandomTrees:
         if self._certain or sampling.greedy:
             return np.ones(logits.shape[1])
         return warp(logits, [sampling])[0].double().numpy()
+
+
+class RandomMerges(RandomTrees):
+    """For every request in every step, a random tree drawn from q and one or two made-up ones, merged under its k. The
+    tokens of the made-up ones are mostly likely ones and are mostly tried first, so that much is shared.
+
+    Args:
+        model: gives q.
+        seed: of the shapes, the draws and the expectations.
+        bias: a rule that must not be used. `drops_repeats` does not try a drawn token again that was tried before;
+            `fills_up` lets the drawn nodes that a full budget leaves out join where they are shared.
+    """
+
+    def __init__(self, model: ToyModel, seed: int, *, bias: Bias = "none") -> None:
+        super().__init__(model, seed)
+        self._bias = bias
+        self.num_repeats = 0
+        """Drawn tokens that were tried again."""
+
+    def _row(self, span: Span) -> DraftRow:
+        row = super()._row(span)
+        parents = row.parents or chain_parents(len(row.token_ids))
+        q_rows = [0] * len(parents)
+        for nodes in children_of(parents):
+            for node in nodes:
+                q_rows[node] = nodes[0]
+        drawn = row.probs is not None
+        expected = self._expectations(len(parents), 0.0, 0.8)
+        proposals = [Proposal(row.token_ids, parents, expected, tuple(q_rows) if drawn else ())]
+        proposals += [self._made_up(span) for _ in range(self._rng.randint(1, 2))]
+        self._rng.shuffle(proposals)
+        tree = merge(proposals, span.k)
+        if self._bias == "fills_up" and len(tree.token_ids) == span.k:
+            more = merge(proposals, 99)
+            kept = [trial for trial in more.trials if trial.node < span.k]  # Those of the tree, and shared ones after.
+            tree = MergedTree(tree.token_ids, tree.parents, tuple(kept), ())
+        trials = tree.trials
+        repeated = [place for place, trial in enumerate(trials) if trial.node in {each.node for each in trials[:place]}]
+        self.num_repeats += len(repeated)
+        if self._bias == "drops_repeats":
+            trials = tuple(trial for place, trial in enumerate(trials) if place not in repeated)
+        self.num_forks += branches(tree.parents)
+        return DraftRow(
+            tree.token_ids,
+            probs=row.probs,
+            reason=span.reason,
+            parents=tree.parents,
+            trials=trials if drawn else (),
+        )
+
+    def _made_up(self, span: Span) -> Proposal:
+        parents = random_parents(self._rng, self._rng.randint(1, span.k))
+        tokens: list[int] = []
+        shape: list[int] = []
+        places = {-1: -1}
+        taken: dict[int, set[int]] = {}
+        for node, parent in enumerate(parents):
+            if parent not in places:
+                continue
+            above = places[parent]
+            path = [tokens[each] for each in path_to(shape, above)]
+            scores = self._model.logits_after([*span.request.tokens, *path])
+            scores = scores + self._draws.gumbel(size=len(scores)) * 0.3
+            free = [token for token in np.argsort(-scores).tolist() if token not in taken.setdefault(above, set())]
+            if free:
+                places[node] = len(tokens)
+                taken[above].add(free[0])
+                tokens.append(free[0])
+                shape.append(above)
+        return Proposal(tuple(tokens), tuple(shape), self._expectations(len(tokens), 0.4, 1.0))
+
+    def _expectations(self, number: int, low: float, high: float) -> tuple[float, ...]:
+        return tuple(self._rng.uniform(low, high) for _ in range(number))

@@ -9,7 +9,8 @@ import pytest
 from engine.core.pacing import MAX_MATCH_LEN
 from engine.core.request import Request
 from engine.core.step import Batch, Span
-from engine.lookup.ngram import NgramDrafter
+from engine.lookup.continuations import Expected, Role
+from engine.lookup.ngram import MAX_OCCURRENCES, Lookup, NgramDrafter
 from engine.messages import SamplingParams, Submit
 
 
@@ -68,26 +69,48 @@ def test_no_draft_without_k_and_nothing_after_forget() -> None:
     assert draft(drafter, request_of([1]), k=1) == ((), 0, "no_match")
 
 
+def role_only(match_len: int, is_shared: bool) -> Expected:
+    """Expectations that depend on the role alone."""
+    del match_len, is_shared
+    shares: dict[Role, float] = {"alone": 0.9, "first": 0.6, "other": 0.3}
+    return lambda role, depth: shares[role]
+
+
 @pytest.mark.parametrize(
     ("tokens", "expected", "parents"),
     [
-        ([1, 2, 3, 5, 1, 2, 4, 6, 7, 1, 2], (4, 6, 7, 1, 3), (-1, 0, 1, 2, -1)),
-        ([1, 2, 3, 5, 1, 2, 3, 6, 7, 1, 2], (3, 6, 7, 1, 2), ()),  # both continue alike
-        ([1, 2, 3, 1, 2, 4, 1, 2, 3, 8, 9, 1, 2], (3, 8, 9, 1, 4), (-1, 0, 1, 2, -1)),  # alike, then otherwise
-        ([1, 2, 3, 5, 8, 1, 2, 4, 6, 7, 9, 1, 2], (4, 6, 7, 9, 3, 5), (-1, 0, 1, 2, -1, 4)),
-        ([1, 2, 3, 1, 2], (3, 1, 2), ()),
+        ([1, 2, 3, 5, 1, 2, 4, 6, 7, 1, 2], (4, 6, 7, 1, 2, 3), (-1, 0, 1, 2, 3, -1)),
+        ([1, 2, 3, 5, 1, 2, 3, 6, 7, 1, 2], (3, 6, 7, 1, 2, 5), (-1, 0, 1, 2, 3, 0)),  # alike, then otherwise
+        ([1, 2, 3, 1, 2, 4, 1, 2, 3, 8, 9, 1, 2], (3, 8, 9, 4, 1, 1), (-1, 0, 1, -1, 2, 3)),  # two of three
+        ([1, 2, 3, 1, 2], (3, 1, 2), (-1, 0, 1)),
     ],
 )
-def test_a_third_of_the_tokens_follow_an_occurrence_that_went_on_otherwise(
+def test_a_tree_has_the_continuations_of_several_occurrences(
     tokens: list[int], expected: tuple[int, ...], parents: tuple[int, ...]
 ) -> None:
-    drafter = NgramDrafter(min_size=2, max_size=2, branches=True)
-    request = request_of(tokens)
-    (row,) = drafter.draft(Batch(1, (Span(request, len(tokens) - 1, 1, 6, samples=True, reason="plan"),), 0)).rows
-    assert (row.token_ids, row.parents) == (expected, parents)
+    lookup = Lookup(min_size=2, max_size=2)
+    (match,) = lookup.continuations(request_of(tokens), 6, role_only)
+    found = match.continuations
+    assert (found.token_ids, found.parents, match.is_shared) == (expected, parents, False)
 
 
-def test_two_tokens_are_too_few_for_a_branch() -> None:
-    drafter, tokens = NgramDrafter(min_size=2, max_size=2, branches=True), [1, 2, 3, 5, 1, 2, 4, 6, 1, 2]
-    (row,) = drafter.draft(Batch(1, (Span(request_of(tokens), 9, 1, 2, samples=True, reason="plan"),), 0)).rows
-    assert (row.token_ids, row.parents) == ((4, 6), ())
+def test_only_the_latest_occurrences_are_kept() -> None:
+    tokens = [token for other in range(10, 20) for token in (1, 2, other)] + [1, 2]
+    (match,) = Lookup(min_size=2, max_size=2).continuations(request_of(tokens), 99, role_only)
+    firsts = [
+        token
+        for token, parent in zip(match.continuations.token_ids, match.continuations.parents, strict=True)
+        if parent < 0
+    ]
+    assert firsts == list(range(19, 19 - MAX_OCCURRENCES, -1))
+
+
+def test_a_tree_that_grows_finds_what_a_new_one_finds() -> None:
+    rng = random.Random(4)
+    lookup, request = Lookup(min_size=1, max_size=3), request_of([0])
+    for _ in range(100):
+        request.tokens += [rng.randrange(4) for _ in range(rng.randint(1, 3))]
+        fresh = Lookup(min_size=1, max_size=3)
+        assert lookup.continuations(request, 9, role_only) == fresh.continuations(
+            request_of(list(request.tokens)), 9, role_only
+        )

@@ -10,6 +10,7 @@ from fakes import FixedPacer, ToyEngine, ToyModel
 from engine.core.drafter import NoDrafter
 from engine.core.request import Request
 from engine.core.step import Batch, Span, Verdict
+from engine.lookup.continuations import Role
 from engine.lookup.ngram import SHARED_MATCH_LEN, NgramDrafter
 from engine.lookup.shared_text import ANCHOR, BYTES_PER_TOKEN, MAX_MATCH, Found, SharedText
 from engine.messages import SamplingParams, Submit
@@ -29,6 +30,23 @@ def test_the_longest_match_then_the_most_frequent_continuation_then_the_latest()
     assert texts.find([2, 3, 4, 60, 61], 0, 1) is None  # nothing follows
     assert texts.find([2, 3, 4], 0, 1) is None
     assert texts.find([7, 7, 7, 7], 0, 1) is None
+
+
+def test_all_continuations_of_the_longest_match_form_a_tree() -> None:
+    shares: dict[Role, float] = {"alone": 0.9, "first": 0.6, "other": 0.3}
+    texts = SharedText(SMALL)
+    for text in ([1, 2, 3, 4, 50, 51], [9, 1, 2, 3, 4, 60, 61], [1, 2, 3, 4, 50, 52]):
+        texts.add(text, 0)
+    found = texts.find_all([8, 1, 2, 3, 4], 0, 9, lambda role, depth: shares[role])
+    assert found is not None
+    assert found.token_ids == (50, 52, 60, 61, 51)
+    assert found.parents == (-1, 0, -1, 2, 0)
+    assert found.roles == ("first", "first", "other", "alone", "other")
+    longer = texts.find_all([9, 1, 2, 3, 4], 0, 9, lambda role, depth: shares[role])
+    assert longer is not None
+    assert longer.token_ids == (60, 61)
+    assert texts.find_all([2, 3, 4, 60, 61], 0, 9, lambda role, depth: 1.0) is None  # nothing follows
+    assert texts.find_all([2, 3, 4], 0, 9, lambda role, depth: 1.0) is None
 
 
 def test_groups_do_not_see_each_other() -> None:

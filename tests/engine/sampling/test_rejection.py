@@ -18,7 +18,7 @@ def drafts(*token_ids: int) -> DraftTable:
 
 
 def certain(num: int) -> DraftProbs:
-    return DraftProbs(None, torch.zeros(1, num, dtype=torch.int64), torch.tensor([False]), None)
+    return DraftProbs(None, torch.zeros(1, num, dtype=torch.int64), torch.zeros(1, num, dtype=torch.bool), None)
 
 
 def one_hot(*tokens: int) -> torch.Tensor:
@@ -46,7 +46,7 @@ def test_a_token_is_accepted_below_p_over_q(number: float, accepted: int) -> Non
     p = torch.tensor([[0.25, 0.25, 0.25, 0.25]] * 2)
     q = torch.tensor([[0.0, 0.5, 0.0, 0.5]])
     for token in (1, 3):
-        probs = DraftProbs(q, torch.zeros(1, 1, dtype=torch.int64), torch.tensor([True]), None)
+        probs = DraftProbs(q, torch.zeros(1, 1, dtype=torch.int64), torch.tensor([[True]]), None)
         uniforms = torch.tensor([[number]], dtype=torch.float64)
         outcome = reject(p, drafts(token), probs, uniforms, WORDS[:, :2])
         assert outcome.num_accepted.tolist() == [accepted]

@@ -1,0 +1,1 @@
+"""Every proposer of draft tokens, alone and merged, on the same prompts."""

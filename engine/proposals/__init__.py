@@ -1,0 +1,1 @@
+"""Proposers of one request merged into one draft tree."""

@@ -1,0 +1,133 @@
+"""One tree per request from lookup and model: who drafts, under which source and budget, and what is learnt."""
+
+from __future__ import annotations
+
+import pytest
+from fakes import FixedPacer, RandomPacer, ToyEngine, ToyModel, toy_drafter
+from reference import generate
+
+from engine.core.drafter import Drafter, empty_rows
+from engine.core.pacing import NUM_MATCH_CLASSES
+from engine.core.request import Request
+from engine.core.step import Batch, Draft, DraftRow, RowVerdict, Span, Verdict
+from engine.lookup.ngram import Lookup
+from engine.messages import SamplingParams, Submit
+from engine.proposals.drafter import MergedDrafter
+
+REPEATING, NEW = [1, 2, 3, 8, 1, 2], [4, 0, 1]
+"""The first text has a match, which goes on with 3, 8, 1, 2. The second has none."""
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class Model:
+    """Drafts the chain 7, 8, 9, ... as far as it is asked to."""
+
+    def __init__(self, confidence: float = 0.5) -> None:
+        self.asked: list[int] = []
+        self.committed_steps = 0
+        self.forgotten: list[int] = []
+        self._confidence = confidence
+
+    def draft(self, batch: Batch) -> Draft:
+        self.asked = [span.k for span in batch.spans]
+        rows = empty_rows(batch)
+        for index, span in enumerate(batch.spans):
+            if span.k > 0:
+                tokens = tuple(range(7, 7 + span.k))
+                rows[index] = DraftRow(tokens, confidences=(self._confidence,) * span.k, reason=span.reason)
+        return Draft(tuple(rows), draft_s=1.0)
+
+    def committed(self, batch: Batch, verdict: Verdict) -> None:
+        self.committed_steps += 1
+
+    def forget(self, keys: list[int]) -> None:
+        self.forgotten += keys
+
+
+def batch_of(*texts: list[int], k: int, k_by_match: tuple[int, ...] | None = None) -> Batch:
+    spans = []
+    for key, tokens in enumerate(texts):
+        submit = Submit(request_id=str(key), prompt=tuple(tokens), sampling=GREEDY)
+        request = Request(submit=submit, key=key, stream_key=0, tokens=list(tokens))
+        spans.append(Span(request, len(tokens) - 1, 1, k, samples=True, reason="probe", k_by_match=k_by_match))
+    return Batch(1, tuple(spans), 0)
+
+
+def merged(model: Model | None) -> MergedDrafter:
+    return MergedDrafter(Lookup(min_size=2, max_size=3), model)
+
+
+def test_a_text_with_a_match_gets_both_and_one_without_the_model_s_own() -> None:
+    model = Model()
+    draft = merged(model).draft(batch_of(REPEATING, NEW, k=4))
+    both, own = draft.rows
+    assert set(both.token_ids) > {3, 7}
+    assert len(both.token_ids) == 4
+    assert both.parents[both.token_ids.index(3)] == both.parents[both.token_ids.index(7)] == -1
+    assert (both.source, both.reason, both.confidences) == ("method", "probe", ())
+    assert own == DraftRow((7, 8, 9, 10), confidences=(0.5,) * 4, reason="probe")
+    assert 0 < model.asked[0] < model.asked[1] == 4, "less is asked where lookup has something"
+    assert draft.draft_s == 1.0
+
+
+def test_a_match_that_fills_the_budget_saves_the_draft_forward() -> None:
+    model, drafter = Model(), None
+    drafter = merged(model)
+    for _ in range(400):
+        for depth in range(4):
+            drafter.rates.saw_lookup("greedy", 2, "alone", depth, is_shared=False, accepted=True)
+    (row,) = drafter.draft(batch_of(REPEATING, k=3)).rows
+    assert model.asked == [0]
+    assert (row.token_ids, row.parents, row.source, row.match_len) == ((3, 8, 1), (), "lookup", 2)
+
+
+def test_a_pace_of_lookups_alone_is_followed() -> None:
+    model = Model()
+    ks = (2, *(0,) * (NUM_MATCH_CLASSES - 1))
+    with_match, without = merged(model).draft(batch_of(REPEATING, NEW, k=0, k_by_match=ks)).rows
+    assert model.asked == [0, 0]
+    assert (with_match.token_ids, with_match.source, with_match.reason) == ((3, 8), "lookup", "plan")
+    assert without == DraftRow(reason="probe")
+    (none,) = merged(model).draft(batch_of(REPEATING, k=0, k_by_match=(0,) * NUM_MATCH_CLASSES)).rows
+    assert none == DraftRow(reason="probe")
+
+
+def test_a_long_match_may_have_a_larger_budget_than_the_model() -> None:
+    (row,) = merged(Model()).draft(batch_of(REPEATING, k=1, k_by_match=(4,) * NUM_MATCH_CLASSES)).rows
+    assert len(row.token_ids) == 4
+
+
+def test_without_a_model_lookup_is_the_method() -> None:
+    with_match, without = merged(None).draft(batch_of(REPEATING, NEW, k=2)).rows
+    assert with_match == DraftRow((3, 8), reason="probe", match_len=2)
+    assert without == DraftRow(reason="no_match")
+
+
+def test_what_was_accepted_is_learnt_by_source() -> None:
+    model = Model()
+    drafter = merged(model)
+    lookup = drafter.rates.of_lookup("greedy", 2, is_shared=False)
+    before, prior = lookup("alone", 0), drafter.rates.of_places("greedy", 1)[0]
+    for _ in range(30):
+        batch = batch_of(REPEATING, k=4)
+        (row,) = drafter.draft(batch).rows
+        place = row.token_ids.index(3)
+        drafter.committed(batch, Verdict((RowVerdict((3, 9), 1, "recovered", path=(place,)),)))
+    assert lookup("alone", 0) > before
+    assert drafter.rates.of_places("greedy", 1)[0] < prior
+    assert model.committed_steps == 30
+    drafter.forget([0])
+    assert model.forgotten == [0]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=1.0, seed=3)], ids=["greedy", "coupled"])
+def test_the_text_is_that_without_drafts(sampling: SamplingParams) -> None:
+    target = ToyModel(vocab_size=6, sharpness=2.5)
+    sampling = SamplingParams(temperature=sampling.temperature, seed=sampling.seed, max_tokens=60)
+    expected = generate(target.logits_after, (0, 1), sampling, 128).tokens
+    for seed in range(4):
+        model: Drafter = toy_drafter(ToyModel(vocab_size=6, seed=9, blend=0.5, sharpness=2.5), width=1 + seed % 3)
+        drafter = MergedDrafter(Lookup(min_size=1, max_size=3), model)
+        pacer = FixedPacer(8) if seed % 2 else RandomPacer(seed, max_k=9)
+        engine = ToyEngine(target, drafter, pacer, max_step_tokens=64)
+        assert engine.run([Submit(request_id="r", prompt=(0, 1), sampling=sampling)])["r"] == expected

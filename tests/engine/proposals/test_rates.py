@@ -1,0 +1,74 @@
+"""Expectations move from their priors to what was seen, apart by class, match, role and depth."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.proposals.rates import HIGHEST, PRIOR_STRENGTH, SourceRates, num_to_ask
+
+
+def test_a_lookup_is_expected_to_do_what_its_kind_did() -> None:
+    rates = SourceRates()
+    long, short = (rates.of_lookup("greedy", length, is_shared=False) for length in (8, 2))
+    assert long("alone", 0) > short("alone", 0) > short("first", 0) > short("other", 0)
+    before = short("alone", 0)
+    for _ in range(3000):
+        rates.saw_lookup("greedy", 2, "other", 0, is_shared=False, accepted=True)
+        rates.saw_lookup("greedy", 8, "alone", 0, is_shared=False, accepted=False)
+    assert short("other", 0) == HIGHEST
+    assert long("alone", 0) < 0.01
+    assert short("alone", 0) == before
+    assert rates.of_lookup("hot", 2, is_shared=False)("other", 0) < 0.3
+    assert rates.of_lookup("greedy", 2, is_shared=True)("other", 0) < 0.3
+    assert short("other", 1) < 0.3
+    assert short("other", 20) == short("other", 50), "deep nodes count together"
+
+
+def test_the_first_observations_count_as_much_as_the_prior() -> None:
+    rates = SourceRates()
+    expected = rates.of_lookup("greedy", 2, is_shared=False)
+    before = expected("alone", 0)
+    for _ in range(round(PRIOR_STRENGTH)):
+        rates.saw_lookup("greedy", 2, "alone", 0, is_shared=False, accepted=True)
+    assert expected("alone", 0) == pytest.approx((before + 1) / 2, abs=0.01)
+
+
+def test_confidence_is_corrected_by_what_it_was_worth() -> None:
+    rates = SourceRates()
+    assert rates.of_model("greedy", 0.8, 0, 0, drawn=False) == pytest.approx(0.8)
+    for step in range(4000):
+        rates.saw_model("greedy", 0, expected=0.8, accepted=step % 5 < 2)
+    assert rates.of_model("greedy", 0.8, 0, 0, drawn=False) == pytest.approx(0.4, abs=0.03)
+    assert rates.of_model("greedy", 0.8, 0, 1, drawn=False) == pytest.approx(0.8)
+    assert rates.of_model("cool", 0.8, 0, 0, drawn=False) == pytest.approx(0.8)
+
+
+def test_a_drawn_sibling_is_worth_less_than_the_one_before() -> None:
+    rates = SourceRates()
+    shares = [rates.of_model("cool", 0.6, rank, 0, drawn=True) for rank in range(4)]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[1] == pytest.approx(0.6 * 0.4)
+
+
+@pytest.mark.parametrize(
+    ("certain", "of_places", "asked"),
+    [
+        ([], [0.6, 0.5, 0.4], 3),
+        ([0.9, 0.8, 0.7], [0.6, 0.5, 0.4], 0),
+        ([0.55, 0.1], [0.6, 0.5, 0.4], 2),
+        ([0.1, 0.55, 0.52], [0.6, 0.5, 0.4], 1),
+        ([0.9], [], 0),
+    ],
+)
+def test_the_model_is_asked_for_what_lookup_leaves(certain: list[float], of_places: list[float], asked: int) -> None:
+    assert num_to_ask(certain, of_places) == asked
+
+
+def test_places_follow_what_was_accepted() -> None:
+    rates = SourceRates()
+    prior = rates.of_places("greedy", 4)
+    assert prior == sorted(prior, reverse=True)
+    for _ in range(3000):
+        rates.saw_place("greedy", 1, accepted=True)
+    assert rates.of_places("greedy", 4)[1] > 0.99
+    assert rates.of_places("greedy", 4)[2] == prior[2]
