@@ -179,6 +179,17 @@ class TokenLogprobs:
     """Pairs (token id, log-probability) of the most likely tokens, most likely first."""
 
 
+class VerifiedTree(Struct, frozen=True, array_like=True, gc=False):
+    """A draft with branches that a step verified."""
+
+    token_ids: tuple[int, ...]
+    """Token of each node."""
+    parents: tuple[int, ...]
+    """Parent of each node, which comes before it; -1 for the last token of the step before."""
+    path: tuple[int, ...]
+    """The accepted nodes, from the root on."""
+
+
 class Delta(Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """What one step emitted for one request. The last delta of a request carries `finish_reason`."""
 
@@ -210,3 +221,5 @@ class Delta(Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """Set when finish_reason is `error`: the cause. None counts as `internal`."""
     error_field: str | None = None
     """Set when error_kind is `invalid_request`: the refused field of SamplingParams, where it is known."""
+    tree: VerifiedTree | None = None
+    """The draft of this step where it branched; None for a chain and without a draft."""

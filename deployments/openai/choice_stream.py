@@ -10,9 +10,9 @@ from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import dataclass
 
 from deployments.openai.requests import ChatBody, CompletionBody
-from deployments.openai.responses import FinishReason, StepTrace, TextDelta
+from deployments.openai.responses import FinishReason, StepTrace, TextDelta, TreeTrace
 from deployments.text.detokenizer import Detokenizer, TextStream
-from deployments.text.logprobs import TokenRecord
+from deployments.text.logprobs import NameOf, TokenRecord
 from deployments.text.reasoning import ThoughtParser
 from deployments.text.tokenizer import TextCodec
 from deployments.text.tool_calls import ToolCallDelta, ToolCallParser
@@ -72,6 +72,7 @@ class ChoiceStream:
         is_parallel: allow more than one tool call. Otherwise the choice ends with the first one.
         echo: the prompt, to be shown first.
         has_output: False drops what is generated, because the request only scores its prompt.
+        name_of: spells the nodes of trees in traces; None leaves trees out.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class ChoiceStream:
         is_parallel: bool = True,
         echo: Echo | None = None,
         has_output: bool = True,
+        name_of: NameOf | None = None,
     ) -> None:
         self._text = text
         self._index = index
@@ -100,6 +102,7 @@ class ChoiceStream:
         self._is_parallel = is_parallel
         self._echo = echo
         self._has_output = has_output
+        self._name_of = name_of
         self._num_echoed = 0
         self._num_completion = 0
         self._num_reasoning = 0
@@ -128,7 +131,7 @@ class ChoiceStream:
             self._add(pending, group, logprobs, delta.finish_reason if is_end else None)
             if self._has_trace:
                 texts += [pending.text[num_shown:]] * bool(group)
-                pending.trace = _trace(delta, self._num_steps, texts)
+                pending.trace = _trace(delta, self._num_steps, texts, self._name_of)
             if self._by_token or self._reason is not None:
                 text_deltas.append(self._text_delta(pending, delta))
                 pending = _PendingDelta()
@@ -218,12 +221,16 @@ class ChoiceStream:
         )
 
 
-def _trace(delta: Delta, step: int, texts: Sequence[str]) -> StepTrace:
+def _trace(delta: Delta, step: int, texts: Sequence[str], name_of: NameOf | None) -> StepTrace:
     """The trace of the tokens that were used. Tokens after a stop string are not."""
     num_used = len(texts)
     accepted = min(delta.num_accepted_now, num_used)
     last = delta.last if num_used == len(delta.token_ids) and num_used > accepted else None
-    return StepTrace(step, accepted, last, delta.token_ids[:num_used], tuple(texts))
+    tree = None
+    if delta.tree is not None and name_of is not None:
+        names = tuple(name_of(token_id).text for token_id in delta.tree.token_ids)
+        tree = TreeTrace(names, delta.tree.parents, delta.tree.path[:accepted])
+    return StepTrace(step, accepted, last, delta.token_ids[:num_used], tuple(texts), tree)
 
 
 def make_choice(body: ChatBody | CompletionBody, submit: Submit, index: int, codec: TextCodec) -> ChoiceStream:
@@ -250,6 +257,7 @@ def make_choice(body: ChatBody | CompletionBody, submit: Submit, index: int, cod
         is_parallel=not isinstance(body, ChatBody) or body.parallel_tool_calls is not False,
         echo=echo,
         has_output=body.requested_max_tokens != 0,
+        name_of=codec.name_of,
     )
 
 

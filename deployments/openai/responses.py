@@ -18,7 +18,18 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 Choice = TypeVar("Choice")
 
 
-class StepTrace(Struct, frozen=True):
+class TreeTrace(Struct, frozen=True):
+    """The draft of a step that branched."""
+
+    texts: tuple[str, ...]
+    """Text of each node by itself; of a token that adds none, its name."""
+    parents: tuple[int, ...]
+    """Parent of each node, which comes before it; -1 for the token before the step."""
+    path: tuple[int, ...]
+    """The accepted nodes, from the root on."""
+
+
+class StepTrace(Struct, frozen=True, omit_defaults=True):
     """Where the tokens of one chunk come from: those of one step, in order."""
 
     step: int
@@ -31,6 +42,8 @@ class StepTrace(Struct, frozen=True):
     texts: tuple[str, ...]
     """Text that each token made visible. Joined, they are the text of the chunk. A token that completes no character
     has an empty text."""
+    tree: TreeTrace | None = None
+    """Left out where the draft was a chain, or there was none."""
 
 
 class TextDelta(Struct, frozen=True):

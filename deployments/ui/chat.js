@@ -140,5 +140,6 @@ function describe(summary, view, speed) {
     make("span", {}, `${fixed(speed.tokensPerSecond)} tokens/s`),
     make("span", {}, `first token after ${fixed(speed.ttft, 2)} s`),
     ...counts,
+    ...(view.trees.text ? [make("span", { class: "trees" }, view.trees.text)] : []),
   );
 }

@@ -1,6 +1,7 @@
 // A response as tokens, coloured by origin, with details of one token by pointer or keyboard.
 
 import { byId, definitions, make } from "./dom.js";
+import { TreeCount, drawTree, shapeOf, sizeOf } from "./tree.js";
 
 export const ORIGINS = ["accepted", "recovered", "bonus", "plain"];
 const MEANING = {
@@ -10,8 +11,9 @@ const MEANING = {
   plain: "target token of a step without a draft",
 };
 
-/** Origin of each token of one step. */
+/** Origin of each token of one step, and the step's tree if its draft branched. */
 export function tokensOf(trace) {
+  const tree = trace.tree ? shapeOf(trace.tree) : null;
   return trace.token_ids.map((id, index) => ({
     id,
     text: trace.texts[index],
@@ -19,6 +21,7 @@ export function tokensOf(trace) {
     step: trace.step,
     place: index + 1,
     size: trace.token_ids.length,
+    tree,
   }));
 }
 
@@ -28,6 +31,7 @@ export class TokenView {
     this.tokens = [];
     this.counts = Object.fromEntries(ORIGINS.map((origin) => [origin, 0]));
     this.steps = 0;
+    this.trees = new TreeCount();
     this.element = make("div", {
       class: "tokens",
       tabindex: "0",
@@ -48,7 +52,9 @@ export class TokenView {
 
   add(trace) {
     this.steps = trace.step;
-    for (const token of tokensOf(trace)) {
+    const tokens = tokensOf(trace);
+    if (tokens[0]?.tree) this.trees.add(tokens[0].tree);
+    for (const token of tokens) {
       this.counts[token.origin] += 1;
       token.element = make("span", { class: `tok ${token.origin}` }, token.text);
       token.element.dataset.index = this.tokens.length;
@@ -100,7 +106,8 @@ export class TokenView {
 }
 
 function spoken(token) {
-  return `${shown(token)}: ${token.origin}, token ${token.id}, step ${token.step}, ${token.place} of ${token.size}`;
+  const tree = token.tree ? `, draft tree of ${sizeOf(token.tree)}` : "";
+  return `${shown(token)}: ${token.origin}, token ${token.id}, step ${token.step}, ${token.place} of ${token.size}${tree}`;
 }
 
 function shown(token) {
@@ -122,7 +129,9 @@ function showDetail(token) {
       ["token id", token.id],
       ["step", token.step],
       ["position", `${token.place} of ${token.size} in the step`],
+      ...(token.tree ? [["tree", sizeOf(token.tree)]] : []),
     ])),
+    ...(token.tree ? [drawTree(token.tree)] : []),
   );
   detail.hidden = false;
   const box = token.element.getClientRects()[0] ?? token.element.getBoundingClientRect();

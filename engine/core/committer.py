@@ -12,8 +12,9 @@ from collections.abc import Container
 from engine.core.block_pool import BlockPool
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.core.step import Batch, Draft, RowVerdict, Span, Verdict
-from engine.messages import Delta, FinishReason
+from engine.core.step import Batch, Draft, DraftRow, RowVerdict, Span, Verdict
+from engine.messages import Delta, FinishReason, VerifiedTree
+from engine.tree import branches
 
 
 class Committer:
@@ -43,11 +44,11 @@ class Committer:
                 span.request.num_computed = span.start + span.num_tokens
                 self._pool.register(span.request)
                 continue
-            deltas.append(self._commit_row(span, drafted.num_tokens, row))
+            deltas.append(self._commit_row(span, drafted, row))
         return tuple(deltas)
 
-    def _commit_row(self, span: Span, num_drafted: int, row: RowVerdict) -> Delta:
-        request = span.request
+    def _commit_row(self, span: Span, drafted: DraftRow, row: RowVerdict) -> Delta:
+        request, num_drafted = span.request, drafted.num_tokens
         is_first = request.num_generated == 0
         emitted = self._append(request, row)
         num_accepted = min(row.num_accepted, len(emitted))
@@ -75,6 +76,9 @@ class Committer:
             queue_s=request.queue_s,
             num_accepted_now=num_accepted,
             last=row.last if len(emitted) == len(row.token_ids) else None,
+            tree=VerifiedTree(drafted.token_ids, drafted.parents, row.path[:num_accepted])
+            if branches(drafted.parents)
+            else None,
         )
 
     def _append(self, request: Request, row: RowVerdict) -> list[int]:

@@ -14,14 +14,14 @@ from tiny_tokenizer import byte_level
 from deployments.openai.choice_stream import ChoiceStream, Echo, make_choice, read_text_deltas
 from deployments.openai.engine_requests import make_submits
 from deployments.openai.requests import ChatBody, CompletionBody
-from deployments.openai.responses import StepTrace, TextDelta
+from deployments.openai.responses import StepTrace, TextDelta, TreeTrace
 from deployments.text.detokenizer import ByteDetokenizer, StopChecker, TextStream, WindowDetokenizer
-from deployments.text.logprobs import TokenRecord
+from deployments.text.logprobs import TokenName, TokenRecord
 from deployments.text.reasoning import ThoughtParser
 from deployments.text.tokenizer import TextCodec
 from deployments.text.tool_parsers import make_parser
 from engine.errors import EngineError
-from engine.messages import Delta, TokenLogprobs
+from engine.messages import Delta, TokenLogprobs, VerifiedTree
 from engine.sampling.grammar import checked
 
 WORDS = (b"a", b"b", b"c", b"xyz", "é".encode()[:1], "é".encode()[1:], b"")
@@ -132,6 +132,21 @@ def test_a_trace_says_where_the_tokens_of_each_step_come_from() -> None:
     (piece,) = stream.push(delta(0, 2, 1, num_accepted_now=2, last="bonus"))
     assert piece.trace == StepTrace(3, 2, None, (0, 2), ("a", "")), "what follows a stop string was not used"
     assert (piece.finish_reason, piece.num_completion) == ("stop", 6)
+
+
+def test_a_trace_shows_the_tree_of_its_step() -> None:
+    tree = VerifiedTree((0, 3, 1), (-1, 0, 0), (0, 2))
+    stream = choice("c", has_trace=True, name_of=lambda token_id: TokenName(WORDS[token_id].decode(), WORDS[token_id]))
+    (piece,) = stream.push(delta(0, 1, 2, num_accepted_now=2, last="bonus", tree=tree))
+    assert piece.trace is not None
+    assert piece.trace.tree == TreeTrace(("a", "xyz", "b"), (-1, 0, 0), (0, 2))
+    (piece,) = choice("b", has_trace=True, name_of=lambda token_id: TokenName("?", None)).push(
+        delta(0, 1, 0, num_accepted_now=2, last="bonus", tree=tree)
+    )
+    assert piece.trace is not None
+    assert piece.trace.tree == TreeTrace(("?",) * 3, (-1, 0, 0), (0, 2)), "the token that completes a stop is used"
+    (piece,) = choice(has_trace=True).push(delta(0, num_accepted_now=1, tree=tree))
+    assert piece.trace == StepTrace(1, 1, None, (0,), ("a",))
 
 
 @pytest.mark.parametrize(

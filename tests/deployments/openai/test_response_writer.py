@@ -6,9 +6,10 @@ import json
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from deployments.openai.response_writer import ChatFormat, ChoiceFormat, CompletionFormat, ResponseWriter, join_deltas
-from deployments.openai.responses import StepTrace, TextDelta
+from deployments.openai.responses import StepTrace, TextDelta, TreeTrace
 from deployments.text.logprobs import TokenName, TokenRecord
 from deployments.text.tool_calls import ToolCallDelta
 from engine.messages import TokenLogprobs
@@ -180,6 +181,11 @@ def test_a_trace_is_part_of_its_chunk() -> None:
         "token_ids": [5, 6],
         "texts": ["h", "i"],
     }
+    tree = TreeTrace(("a", "b"), (-1, -1), (1,))
+    text = writer(ChatFormat()).chunk(
+        delta("hi", trace=replace(trace, tree=tree)), is_first=False, includes_usage=False
+    )
+    assert json.loads(text)["paceline"]["tree"] == {"texts": ["a", "b"], "parents": [-1, -1], "path": [1]}
 
 
 def test_continuous_usage_sums_the_latest_of_each_choice() -> None:

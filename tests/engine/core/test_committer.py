@@ -12,7 +12,7 @@ from engine.core.pacing import SpeculationPlan
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.step import Batch, Draft, DraftRow, RowVerdict, Span, Verdict
-from engine.messages import Delta, SamplingParams, Submit, TokenLogprobs
+from engine.messages import Delta, SamplingParams, Submit, TokenLogprobs, VerifiedTree
 
 DRAFTED = (10, 11, 12)
 
@@ -32,12 +32,18 @@ class Commits:
         self.scheduler.schedule()
         self.pool.reserve(self.request, 6)
 
-    def commit(self, verdict: RowVerdict, drafted: tuple[int, ...] = DRAFTED, num_tokens: int = 3) -> Delta | None:
+    def commit(
+        self,
+        verdict: RowVerdict,
+        drafted: tuple[int, ...] = DRAFTED,
+        num_tokens: int = 3,
+        parents: tuple[int, ...] = (),
+    ) -> Delta | None:
         """Commit a step over the first `num_tokens` uncomputed tokens."""
         request = self.request
         samples = bool(verdict.token_ids)
         span = Span(request, request.num_computed, num_tokens, len(drafted), samples, "plan")
-        draft = Draft((DraftRow(token_ids=drafted),))
+        draft = Draft((DraftRow(token_ids=drafted, parents=parents),))
         deltas = self.committer.commit(Batch(1, (span,), 0), draft, Verdict((verdict,)))
         self.pool.check()
         return deltas[0] if deltas else None
@@ -129,3 +135,16 @@ def test_computed_blocks_can_be_found_by_other_requests() -> None:
     other = Request(submit=commits.request.submit, key=2, stream_key=0, tokens=[1, 2, 3, 10, 5])
     assert commits.pool.attach_prefix(other) == 4
     assert other.block_ids == commits.request.block_ids[:2]
+
+
+def test_a_delta_tells_of_a_draft_that_branched() -> None:
+    commits = Commits()
+    delta = commits.commit(RowVerdict((10, 12, 5), 2, "bonus", path=(0, 2)), parents=(-1, 0, 0))
+    assert delta is not None
+    assert delta.tree == VerifiedTree(DRAFTED, (-1, 0, 0), (0, 2))
+    delta = Commits(max_tokens=1).commit(RowVerdict((10, 12, 5), 2, "bonus", path=(0, 2)), parents=(-1, 0, 0))
+    assert delta is not None
+    assert delta.tree == VerifiedTree(DRAFTED, (-1, 0, 0), (0,)), "the path ends with the response"
+    delta = Commits().commit(RowVerdict((10, 11, 5), 2, "recovered", path=(0, 1)), parents=(-1, 0, 1))
+    assert delta is not None
+    assert delta.tree is None, "a chain, though its parents are written out"
