@@ -13,7 +13,7 @@ WORKERS ?= 2
 LOCK := uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --no-annotate --no-header --quiet
 export TORCH TORCH_INDEX
 
-.PHONY: serve test test-all test-clients check mutants format lock docs clean
+.PHONY: serve test test-all test-clients check mutants fuzz-files format lock docs clean
 
 serve: $(STAMP)
 	@exec $(BIN)/paceline serve $(ARGS)
@@ -34,6 +34,11 @@ check: $(STAMP)
 # Mutation testing of one folder: make mutants FOLDER=engine/core ARGS='--num 50 --seed 1'. Minutes; not part of CI.
 mutants: $(STAMP)
 	$(BIN)/python tests/support/mutants.py $(FOLDER) $(ARGS)
+
+# 100,000 mutated files for each reader of model files: make fuzz-files ARGS='--num 1000 --readers gguf'. About half an
+# hour; `make test` takes 500 of each.
+fuzz-files: $(STAMP)
+	$(BIN)/python tests/support/fuzz_files.py $(ARGS)
 
 # The documentation as a site in build/site.
 docs: $(STAMP)

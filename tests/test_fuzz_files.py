@@ -5,16 +5,19 @@ Promise: ConfigError that names the file or field, never another exception, and 
 
 from __future__ import annotations
 
-import copy
 import json
+import os
 import random
+import re
 import shutil
+import signal
 import struct
-import time
-from collections.abc import Callable
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import fuzz_files
 import numpy as np
 import pytest
 import yaml
@@ -22,8 +25,8 @@ from fuzzing import sample
 from gguf_models import write_gguf_model
 from hypothesis import given
 from hypothesis import strategies as st
+from mutated_readers import READERS, Case, mutated, places, put, refused_or_fine
 from native_library import needs_library
-from quantised_models import FORMATS, quantise
 from tiny_gguf import write_gguf
 from tiny_models import TokenRange, forward_input_of, write_model
 
@@ -35,9 +38,7 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.store import gguf_folder
 from engine.checkpoint.weights import WeightFiles
 from engine.errors import ConfigError
-from engine.gguf.convert import describe
 from engine.gguf.file import GGUFFile
-from engine.gguf.tensors import GGUFTensors
 from engine.model.load import load_model
 from engine.model.runner import ModelRunner
 
@@ -54,36 +55,6 @@ TREES = st.recursive(
     SCALARS,
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=6), inner, max_size=3)),
 )
-
-
-def places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Paths of all values in a tree."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    return [path, *(place for key, value in items for place in places(value, (*path, key)))]
-
-
-def put(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
-    if not path:
-        return value
-    changed = copy.deepcopy(tree)
-    at = changed
-    for key in path[:-1]:
-        at = at[key]
-    at[path[-1]] = value
-    return changed
-
-
-def refused_or_fine(call: Any, *arguments: Any, **options: Any) -> bool:
-    """Whether it is fine; otherwise it must be a ConfigError, and soon, in seconds of this process's own."""
-    begin = time.process_time()
-    try:
-        call(*arguments, **options)
-    except ConfigError as error:
-        assert str(error)  # noqa: PT017 - both outcomes are fine, another exception is not
-        return False
-    finally:
-        assert time.process_time() - begin < 20, "a hang"
-    return True
 
 
 @sample(150)
@@ -214,113 +185,55 @@ def test_damaged_gguf(tmp_path_factory: pytest.TempPathFactory, seed: int) -> No
     refused_or_fine(read)
 
 
-def memory_bounded(read: Callable[[], list[Any]], *, num_bytes: int) -> None:
-    """Run a reader on a mutated file: an error, or tensors that are not far larger than the file."""
-    found: list[Any] = []
-    if refused_or_fine(lambda: found.extend(read())):
-        assert sum(tensor.nbytes for tensor in found) < 64 * num_bytes + (1 << 20)
+def test_mutations_of_every_reader_of_model_files() -> None:
+    """GGUF, quantised Hugging Face folders and adapters, in children whose memory is bounded: see `mutated_readers`."""
+    num = 500 * max(1, int(os.environ.get("PACELINE_FUZZ", "0")))
+    script = Path(fuzz_files.__file__)
+    done = subprocess.run(
+        [sys.executable, str(script), "--num", str(num)], capture_output=True, text=True, check=False, cwd=script.parent
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for line, name in zip(done.stdout.splitlines(), READERS, strict=True):
+        found = re.fullmatch(rf"{name}: {num} files, (\d+) read, (\d+) refused, 0 failed, .*", line)
+        assert found is not None, line
+        assert min(map(int, found.groups())) > num // 50, line
 
 
-def mutated(raw: bytes, rng: random.Random, *, header: int) -> bytes:
-    """The bytes with a few of them changed, cut out or put in, more often in the header."""
-    out = bytearray(raw)
-    for _ in range(rng.randint(1, 4)):
-        at = rng.randrange(min(header, len(out)) if rng.random() < 0.7 else len(out))
-        out[at : at + rng.choice([0, 1, 1, 1, 8])] = rng.choice([bytes([rng.randrange(256)]), b"", rng.randbytes(8)])
-    if rng.random() < 0.2:
-        del out[rng.randrange(len(out)) :]
-    return bytes(out) or b"\0"
+def test_what_breaks_the_promise_is_reported_with_its_seed(tmp_path: Path) -> None:
+    def broken(rng: random.Random) -> Case:
+        value = rng.randrange(1 << 20)
 
+        def read(folder: Path) -> list[Any]:
+            content = int((folder / "file").read_bytes())
+            assert content == value
+            if content == values[3]:
+                raise ValueError("no ConfigError")
+            if content == values[5]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if content == values[7]:
+                return [np.ones(2 * fuzz_files.SPARE_BYTES, np.uint8)]
+            if content == values[8]:
+                return [np.ones(4 << 20, np.uint8)]
+            if content == values[9]:
+                raise ConfigError("refused")
+            return []
 
-@pytest.fixture(scope="module")
-def quantised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("quantised")
-    plain = write_model(root / "plain", "llama", num_hidden_layers=1, vocab_size=16)
-    return {name: quantise(plain, root / str(index), form)[0] for index, (name, form) in enumerate(FORMATS.items())}
+        return Case({"file": str(value).encode()}, read)
 
-
-MODULES = {
-    "self_attn.q_proj": (48, 48),
-    "self_attn.k_proj": (24, 48),
-    "mlp.up_proj": (80, 48),
-    "mlp.down_proj": (48, 80),
-}
-
-
-@sample(1500)
-@given(seed=st.integers(0, 2**32), name=st.sampled_from(sorted(FORMATS)))
-def test_damaged_quantised_weights(quantised: dict[str, Path], seed: int, name: str) -> None:
-    rng = random.Random(seed)
-    whole = quantised[name]
-    raw = (whole / "model.safetensors").read_bytes()
-    damaged = whole.with_name("damaged")
-    damaged.mkdir(exist_ok=True)
-    mutation = mutated(raw, rng, header=8 + struct.unpack("<Q", raw[:8])[0])
-    (damaged / "model.safetensors").write_bytes(mutation)
-    config = json.loads((whole / "config.json").read_text())
-    if rng.random() < 0.3:
-        path = rng.choice(places(config["quantization_config"]))
-        value = rng.choice([None, 0, -1, 1, 3, 16, 2**40, "group", [1, 2], {}, True, 8.5])
-        config["quantization_config"] = put(config["quantization_config"], path, value)
-    (damaged / "config.json").write_text(json.dumps(config))
-
-    def read() -> list[Any]:
-        files = WeightFiles(damaged, ModelConfig.load(damaged).quantization)
-        module = rng.choice(list(MODULES))
-        rows, cols = (slice(*sorted(rng.sample(range(size + 1), 2))) for size in MODULES[module])
-        return [files.read_float(f"model.layers.0.{module}.weight", MODULES[module], rows=rows, cols=cols)]
-
-    memory_bounded(read, num_bytes=len(mutation))
+    values = [random.Random(f"name {seed}").randrange(1 << 20) for seed in range(10)]
+    outcome = fuzz_files.fuzz("name", broken, tmp_path, range(10))
+    assert outcome.counts == {"read": 5, "refused": 1, "failed": 4}
+    assert [failure.partition(":")[0] for failure in outcome.failures] == ["seed 3", "seed 5", "seed 7", "seed 8"]
+    assert "ValueError: no ConfigError" in outcome.failures[0]
+    assert f"ended with {-signal.SIGKILL}" in outcome.failures[1]
+    assert "MemoryError" in outcome.failures[2]
+    assert "too much memory" in outcome.failures[3]
 
 
 @pytest.fixture(scope="module")
 def gguf_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("gguf")
     return write_gguf_model(root / "whole.gguf", root / "plain", "Q4_K", num_layers=1)
-
-
-@sample(1000)
-@given(seed=st.integers(0, 2**32))
-def test_damaged_gguf_models(tmp_path_factory: pytest.TempPathFactory, gguf_model: Path, seed: int) -> None:
-    """Config, tokenizer and tensors of a mutated file."""
-    rng = random.Random(seed)
-    folder = tmp_path_factory.getbasetemp() / "gguf-model"
-    folder.mkdir(exist_ok=True)
-    mutation = mutated(gguf_model.read_bytes(), rng, header=4500)
-    (folder / "model.gguf").write_bytes(mutation)
-
-    def read() -> list[Any]:
-        describe(folder / "model.gguf", folder)
-        ModelConfig.load(folder)
-        file = GGUFTensors(folder / "model.gguf")
-        return [file.get_tensor(name) for name in rng.sample(file.keys(), min(4, len(file.keys())))]
-
-    memory_bounded(read, num_bytes=len(mutation))
-
-
-@sample(600)
-@given(seed=st.integers(0, 2**32), kind=st.sampled_from(["Q4_0", "Q4_1", "Q5_1", "Q6_K"]))
-def test_codes_of_damaged_gguf_models(tmp_path_factory: pytest.TempPathFactory, seed: int, kind: str) -> None:
-    """Blocks that stay as they are stand for the values that are read: both are an error, or equal."""
-    rng = random.Random(seed)
-    folder = tmp_path_factory.getbasetemp() / f"gguf-codes-{kind}"
-    if not folder.exists():
-        folder.mkdir()
-        write_gguf_model(folder / "whole.gguf", folder / "plain", kind, num_layers=1)
-    mutation = mutated((folder / "whole.gguf").read_bytes(), rng, header=4500)
-    (folder / "model.gguf").write_bytes(mutation)
-
-    def read() -> list[Any]:
-        file = GGUFTensors(folder / "model.gguf")
-        names = [name for name in file.keys() if file.is_quantised(name)]  # noqa: SIM118
-        found = []
-        for name in rng.sample(names, min(3, len(names))):
-            rows = slice(*sorted(rng.sample(range(file.get_slice(name).get_shape()[0] + 1), 2)))
-            found.append(file.get_slice(name).codes(rows).values())
-            assert np.array_equal(found[-1], file.get_slice(name)[rows,].numpy())
-        return found
-
-    memory_bounded(read, num_bytes=len(mutation))
 
 
 @needs_library
