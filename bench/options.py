@@ -34,6 +34,24 @@ def add_bench_parser(subparsers: Any) -> None:
     _add_proposers(actions)
     _add_proxy(actions)
     _add_gpu(actions)
+    _add_experts(actions)
+
+
+def _add_experts(actions: Any) -> None:
+    experts = actions.add_parser(
+        "experts",
+        help="the pace on a mixture of experts beside a dense model of the same active size",
+        description="Random models, and a draft that agrees with each at a planted rate, in engines of this process: "
+        "tokens per second at every fixed K and under goodput, the K that goodput chooses, and the cost model's error.",
+    )
+    experts.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16], metavar="N")
+    experts.add_argument("--rounds", type=int, default=3, help="turns of each policy; figures are medians")
+    experts.add_argument(
+        "--scale", type=float, default=0.05, help="factor of the target's upper layers; lower means more acceptance"
+    )
+    experts.add_argument("--dry-run", action="store_true", help="the same code with tiny shapes")
+    experts.add_argument("--out", type=Path, help="write the figures as JSON")
+    experts.set_defaults(run=_run("gpu.experts", "experts"))
 
 
 def _add_proposers(actions: Any) -> None:

@@ -25,7 +25,7 @@ from engine.draft.remote import RemoteDrafter
 from engine.model.collectives import Solo
 from engine.model.decoder import Decoder, DecoderWeights, Layer, dense_mlp
 from engine.model.device import Compute
-from engine.model.layers import GatedMlp, PlainLinear, RmsNorm
+from engine.model.layers import Block, Experts, GatedMlp, PlainLinear, RmsNorm, make_linear
 from engine.model.runner import ModelRunner
 from engine.sampling.staging import to_device, to_host
 
@@ -55,9 +55,17 @@ MAX_TOKENS = 4096
 """Committed tokens of one draft request."""
 
 
-def planted_pair(lab: Lab, *, scale: float = UPPER_SCALE) -> tuple[Decoder, Decoder]:
-    """A target in the shape of an 8B model, and a draft of its lower eighth."""
-    config = ModelConfig.parse(lab.pick(SHAPE_8B, SHAPE_DRY))
+def planted_pair(
+    lab: Lab, *, scale: float = UPPER_SCALE, shape: dict[str, Any] | None = None
+) -> tuple[Decoder, Decoder]:
+    """A target, and a draft of its lower eighth.
+
+    Args:
+        lab: gives the device.
+        scale: factor of what the target's upper layers add to the residual.
+        shape: config.json of the target; None takes that of an 8B model. Its lower eighth has no experts.
+    """
+    config = ModelConfig.parse(shape or lab.pick(SHAPE_8B, SHAPE_DRY))
     dtype = lab.pick(torch.bfloat16, torch.float32)
     generator = torch.Generator(lab.device).manual_seed(0)
 
@@ -72,27 +80,38 @@ def planted_pair(lab: Lab, *, scale: float = UPPER_SCALE) -> tuple[Decoder, Deco
     def norm() -> RmsNorm:
         return RmsNorm(torch.ones(hidden, dtype=dtype, device=lab.device), config.rms_norm_eps)
 
+    def mlp(size: int, factor: float) -> GatedMlp:
+        shapes = ((size, hidden, 1.0), (size, hidden, 1.0), (hidden, size, factor))
+        return GatedMlp(*(make_linear(weight(*each)) for each in shapes))
+
+    def block(index: int, factor: float) -> Block:
+        experts = config.experts
+        if experts is None or index in experts.dense_layers:
+            return mlp(inner, factor)
+        return Experts(
+            make_linear(weight(experts.num_experts, hidden)),
+            [mlp(experts.intermediate_size, factor) for _ in range(experts.num_experts)],
+            per_token=experts.per_token,
+            normalise=experts.normalise,
+        )
+
     def layer(index: int) -> Layer:
         factor = 1.0 if index < num_lower else scale
         return Layer(
             input_norm=norm(),
-            qkv=PlainLinear(weight(heads + 2 * kv_heads, hidden)),
+            qkv=make_linear(weight(heads + 2 * kv_heads, hidden)),
             q_norm=None,
             k_norm=None,
-            o=PlainLinear(weight(hidden, heads, factor)),
+            o=make_linear(weight(hidden, heads, factor)),
             mlp_norm=norm(),
-            mlp=GatedMlp(
-                PlainLinear(weight(inner, hidden)),
-                PlainLinear(weight(inner, hidden)),
-                PlainLinear(weight(hidden, inner, factor)),
-            ),
+            mlp=block(index, factor),
         )
 
     with torch.inference_mode():
         layers = tuple(layer(index) for index in range(config.num_layers))
         embedding, head = (
             weight(config.vocab_size, hidden) * hidden**0.5,
-            PlainLinear(weight(config.vocab_size, hidden)),
+            make_linear(weight(config.vocab_size, hidden)),
         )
         weights = DecoderWeights(embedding, layers, norm(), head, None)
     small = replace(config, num_layers=num_lower)
@@ -157,11 +176,16 @@ class LocalLink:
         """Do nothing: the draft is in this process."""
 
 
-def local_drafter(lab: Lab, draft: Decoder, *, num_blocks: int, max_rows: int, max_k: int) -> RemoteDrafter:
-    """A drafter with its draft in this process."""
+def local_link(lab: Lab, draft: Decoder, *, num_blocks: int, max_rows: int, max_k: int) -> LocalLink:
+    """A link to a draft in this process, with its own KV cache of `num_blocks` blocks."""
     runner = ModelRunner(draft, num_blocks=num_blocks, block_size=lab.block_size)
     pool = BlockPool(num_blocks, lab.block_size, prefix_cache=False)
     proposer = Proposer(PlainArchitecture(runner.forward), pool, vocab=None, max_model_len=num_blocks * lab.block_size)
+    return LocalLink(lab, proposer, max_rows=max_rows, max_k=max_k, vocab=draft.logit_width)
+
+
+def local_drafter(link: LocalLink, *, max_rows: int) -> RemoteDrafter:
+    """A drafter through a link."""
     drafter = RemoteDrafter(max_request_tokens=MAX_TOKENS, max_released=max_rows, deadline_s=60.0, on_down=print)
-    drafter.attach(LocalLink(lab, proposer, max_rows=max_rows, max_k=max_k, vocab=draft.logit_width))
+    drafter.attach(link)
     return drafter

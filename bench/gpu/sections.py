@@ -16,7 +16,7 @@ import torch
 from autoscale.policy.goodput import make_goodput
 from autoscale.policy.policies import PolicyPacer
 from bench.gpu.lab import Lab
-from bench.gpu.planted import local_drafter, planted_pair, weight_bytes
+from bench.gpu.planted import local_drafter, local_link, planted_pair, weight_bytes
 from engine.config import PolicyName
 from engine.core.block_pool import BlockPool
 from engine.core.committer import Committer
@@ -132,9 +132,12 @@ def engines(lab: Lab) -> dict[str, Any]:
             num_blocks = 1 + BLOCKS_PER_REQUEST * streams
             drafter: Drafter = NoDrafter()
             if policy != "off":
-                drafter = local_drafter(lab, draft, num_blocks=num_blocks, max_rows=streams, max_k=K)
+                link = local_link(lab, draft, num_blocks=num_blocks, max_rows=streams, max_k=K)
+                drafter = local_drafter(link, max_rows=streams)
             runner = ModelRunner(target, num_blocks=num_blocks, block_size=lab.block_size)
-            cell, tokens = _run_engine(lab, runner.forward, drafter, policy, streams, num_blocks)
+            plan = SpeculationPlan(policy=policy, max_k=K)
+            pacer = PolicyPacer(make_goodput("draft_model", K))
+            cell, tokens = run_engine(lab, runner.forward, drafter, pacer, plan, streams=streams, num_blocks=num_blocks)
             expected = expected or tokens
             parted = sum(tokens[name] != expected[name] for name in tokens)
             different += parted
@@ -145,9 +148,29 @@ def engines(lab: Lab) -> dict[str, Any]:
     return {"cells": cells, "different_outputs": different}
 
 
-def _run_engine(
-    lab: Lab, forward: Forward, drafter: Drafter, policy: PolicyName, streams: int, num_blocks: int
+def run_engine(
+    lab: Lab,
+    forward: Forward,
+    drafter: Drafter,
+    pacer: PolicyPacer,
+    plan: SpeculationPlan,
+    *,
+    streams: int,
+    num_blocks: int,
+    max_tokens: int | None = None,
 ) -> tuple[dict[str, Any], dict[str, list[int]]]:
+    """Tokens per second, acceptance and mean K of one engine, and the tokens of each of its requests.
+
+    Args:
+        lab: gives block size and clock.
+        forward: of the target.
+        drafter: of the engine.
+        pacer: chooses K; it goes on learning.
+        plan: in force.
+        streams: requests, all from the start.
+        num_blocks: KV blocks of the target, the scratch block included.
+        max_tokens: length of each response; None takes 96, or 8 in a dry run.
+    """
     tokens: dict[str, list[int]] = {}
     last: dict[str, Delta] = {}
 
@@ -157,8 +180,6 @@ def _run_engine(
             last[delta.request_id] = delta
 
     pool = BlockPool(num_blocks, lab.block_size, prefix_cache=False)
-    plan = SpeculationPlan(policy=policy, max_k=K)
-    pacer = PolicyPacer(make_goodput("draft_model", K))
     max_len = BLOCKS_PER_REQUEST * lab.block_size - 1
     scheduler = Scheduler(
         pool,
@@ -176,7 +197,7 @@ def _run_engine(
         publish=publish,
         pacer=pacer,
     )
-    sampling = SamplingParams(temperature=0.0, max_tokens=lab.pick(96, 8))
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens or lab.pick(96, 8))
     for number in range(streams):
         prompt = tuple((7 * number + 3 * i) % 61 for i in range(lab.pick(32, 4)))
         engine.submit(Submit(request_id=str(number), prompt=prompt, sampling=sampling))
@@ -187,11 +208,13 @@ def _run_engine(
         engine.step()
     seconds = time.perf_counter() - begin
     drafted, accepted = (sum(getattr(d, name) for d in last.values()) for name in ("num_drafted", "num_accepted"))
-    rate = (sum(map(len, tokens.values())) - before) / seconds
+    num_tokens = sum(map(len, tokens.values()))
+    rate, num_choices = (num_tokens - before) / seconds, num_tokens - accepted - streams
     return {
         "streams": streams,
-        "policy": policy,
+        "policy": plan.policy,
         "tokens_per_s": rate,
         "itl_s": streams / rate if rate else 0.0,
         "acceptance": accepted / drafted if drafted else None,
+        "mean_k": drafted / num_choices if num_choices > 0 else 0.0,
     }, tokens
