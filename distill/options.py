@@ -30,6 +30,9 @@ def add_distill_parser(subparsers: Any) -> None:
     _add_common(compare)
     _add_eval(compare)
     compare.set_defaults(run=_run("run_eval"))
+    export = actions.add_parser("export", help="write an eagle draft as an EAGLE-3 head that other engines load")
+    _add_export(export)
+    export.set_defaults(run=_export)
 
 
 def _run(name: str) -> Any:
@@ -40,6 +43,20 @@ def _run(name: str) -> Any:
         return status
 
     return run
+
+
+def _export(args: argparse.Namespace) -> int:
+    from distill.convert import run_export
+
+    return run_export(args)
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("target", help="target: folder, Hugging Face id, or smollm2")
+    add("draft", type=Path, help="folder of the draft")
+    add("--out", type=Path, required=True, metavar="DIR", help="folder to write the head to")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="type of the stored tensors")
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:

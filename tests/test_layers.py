@@ -50,7 +50,7 @@ LAYERS = {
         "text",
         "settings engine_client errors",
     ),
-    "distill": ("options", "cli", "training", "models", "data", "settings"),
+    "distill": ("options", "cli convert", "training", "models", "data", "settings"),
     "bench": ("options", "soak peers pace proxy gpu proposers", "engine_only", "load"),
     "dashboards": (
         "options",

@@ -21,7 +21,7 @@ from distill.models.layers import DraftLayer, KeysValues, PairLayer
 class Eagle3Draft(FeatureDraft):
     """An EAGLE-3 head: the token reaches the residual stream through attention only, and the last output carries over.
 
-    Paceline's `eagle` cannot be written in this form: EAGLE-3 has no place for its `token` and `carry` projections.
+    It has no place for the `token` and `carry` projections of Paceline's `eagle`; see `distill.models.widened`.
     """
 
     architecture = "eagle3"

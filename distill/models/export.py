@@ -55,7 +55,7 @@ AnyDraft = EagleDraft | Eagle3Draft | SmallDraft | MedusaDraft
 """A draft of any architecture."""
 
 
-_PUBLIC_K = 3
+PUBLIC_K = 3
 """Number of drafted tokens that the public layout names as default; every engine lets users choose another."""
 
 
@@ -114,7 +114,7 @@ def _public_config(draft: Eagle3Draft, target_folder: Path) -> dict[str, Any]:
     verifier = {"name_or_path": None, "architectures": given.get("architectures") or []}
     max_len = int(given.get("max_position_embeddings", 2048))
     return {
-        **public_config(draft, verifier=verifier, max_len=max_len, k=_PUBLIC_K),
+        **public_config(draft, verifier=verifier, max_len=max_len, k=PUBLIC_K),
         "target": fingerprint(target_folder),
     }
 
@@ -154,26 +154,26 @@ def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The stored tensors; int8 ones are dequantised to bfloat16."""
+def read_tensors(folder: Path, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """The stored tensors; int8 ones are dequantised to `dtype`."""
     raw = load_file(folder / "model.safetensors")
     tensors = {}
     for name, value in raw.items():
         if name.endswith(SCALE_SUFFIX):
             continue
         scale = raw.get(name + SCALE_SUFFIX)
-        tensors[name] = value if scale is None else (value.float() * scale[:, None]).to(torch.bfloat16)
+        tensors[name] = value if scale is None else (value.float() * scale[:, None]).to(dtype)
     return tensors
 
 
-def load_draft(folder: Path, target: FrozenTarget) -> AnyDraft:
-    """Load a draft folder as a module and check that it belongs to `target`.
+def load_draft(folder: Path, target: FrozenTarget, *, dtype: torch.dtype = torch.bfloat16) -> AnyDraft:
+    """Load a draft folder as a module and check that it belongs to `target`; int8 rows are dequantised to `dtype`.
 
     Raises:
         DraftMismatchError: it does not; the message names the field and both values.
     """
     config = read_config(folder)
-    tensors = read_tensors(folder)
+    tensors = read_tensors(folder, dtype)
     if is_stored_medusa(config):
         medusa = from_stored(config, tensors, target)
         check_fits(config | {"feature_layers": []}, medusa.vocabulary.draft_vocab, target)

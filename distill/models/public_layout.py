@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distill.models.decoder import DecoderConfig
 from distill.models.eagle3 import Eagle3Draft
+from distill.models.layers import VocabularyMap
 
 LAYER_NAMES = {
     "input_norm": "input_layernorm",
@@ -41,12 +43,17 @@ def public_name(name: str) -> str:
 
 def public_tensors(draft: Eagle3Draft) -> dict[str, Tensor]:
     """All tensors of the layout."""
-    ids = draft.vocabulary.draft_vocab.cpu()
     tensors = {
         public_name(name): value.detach().cpu().to(torch.bfloat16).contiguous()
         for name, value in draft.named_parameters()
     }
-    return tensors | {"d2t": ids - torch.arange(len(ids)), "t2d": draft.vocabulary.to_draft.cpu() >= 0}
+    return tensors | vocabulary_tensors(draft.vocabulary)
+
+
+def vocabulary_tensors(vocabulary: VocabularyMap) -> dict[str, Tensor]:
+    """`d2t` [N] and `t2d` [V] of a reduced vocabulary."""
+    ids = vocabulary.draft_vocab.cpu()
+    return {"d2t": ids - torch.arange(len(ids)), "t2d": vocabulary.to_draft.cpu() >= 0}
 
 
 def public_config(draft: Eagle3Draft, *, verifier: dict[str, Any], max_len: int, k: int) -> dict[str, Any]:
@@ -57,6 +64,35 @@ def public_config(draft: Eagle3Draft, *, verifier: dict[str, Any], max_len: int,
         verifier: `name_or_path` and `architectures` of the target.
         max_len: longest text of the target, in tokens.
         k: default number of tokens to draft.
+    """
+    return head_config(
+        draft.config,
+        num_columns=len(draft.vocabulary.draft_vocab),
+        feature_layers=draft.feature_layers,
+        verifier=verifier,
+        max_len=max_len,
+        k=k,
+    )
+
+
+def head_config(
+    config: DecoderConfig,
+    *,
+    num_columns: int,
+    feature_layers: tuple[int, ...],
+    verifier: dict[str, Any],
+    max_len: int,
+    k: int,
+    attention_bias: bool = False,
+) -> dict[str, Any]:
+    """The `config.json` of the layout for a head of any sizes.
+
+    Args:
+        config: sizes of its layers.
+        num_columns: size of its vocabulary.
+        feature_layers: layers of the target whose outputs it reads.
+        verifier, max_len, k: see `public_config`.
+        attention_bias: whether q, k, v and o have biases.
     """
     return {
         "architectures": ["Eagle3DraftModel"],
@@ -70,16 +106,16 @@ def public_config(draft: Eagle3Draft, *, verifier: dict[str, Any], max_len: int,
         },
         "transformer_layer_config": {
             "model_type": "llama",
-            **asdict(draft.config),
+            **asdict(config),
             "max_position_embeddings": max_len,
             "hidden_act": "silu",
-            "attention_bias": False,
+            "attention_bias": attention_bias,
             "mlp_bias": False,
             "tie_word_embeddings": False,
         },
-        "draft_vocab_size": len(draft.vocabulary.draft_vocab),
+        "draft_vocab_size": num_columns,
         # The layout numbers the input of a layer: j is the output of layer j - 1.
-        "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in draft.feature_layers],
+        "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in feature_layers],
         "norm_before_residual": False,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
