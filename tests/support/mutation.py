@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 _COMPARISONS: dict[type[ast.cmpop], tuple[str, ...]] = {
@@ -121,8 +121,9 @@ class _Finder:
 
     def _visit(self, node: ast.AST) -> None:
         for child in _mutable_children(node):
-            self._mutate(child)
-            self._visit(child)
+            if not _is_inert(child):
+                self._mutate(child)
+                self._visit(child)
 
     def _mutate(self, node: ast.AST) -> None:
         match node:
@@ -185,18 +186,14 @@ def _mutable_children(node: ast.AST) -> Iterable[ast.AST]:
     """Children whose change would change behaviour."""
     match node:
         case ast.FunctionDef() | ast.AsyncFunctionDef():
-            return [*node.args.defaults, *[default for default in node.args.kw_defaults if default], *_body(node.body)]
-        case ast.ClassDef():
-            return _body(node.body)
-        case ast.Module():
-            return _body(node.body)
+            return [*node.args.defaults, *[default for default in node.args.kw_defaults if default], *node.body]
+        case ast.ClassDef() | ast.Module():
+            return node.body
         case ast.AnnAssign():
             return [node.value] if node.value is not None else []
         case ast.Assign():
             return [] if _is_type(node.value) else [*node.targets, node.value]
         case ast.Raise() | ast.Import() | ast.ImportFrom() | ast.JoinedStr():
-            return []
-        case ast.If() if ast.unparse(node.test) == "TYPE_CHECKING":
             return []
         case ast.Call():
             # `strict` of a zip and the like guard against bugs elsewhere.
@@ -206,16 +203,18 @@ def _mutable_children(node: ast.AST) -> Iterable[ast.AST]:
             return list(ast.iter_child_nodes(node))
 
 
-def _body(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements without docstrings, attribute docstrings and log calls."""
-    for statement in statements:
-        if isinstance(statement, ast.Expr):
-            is_text = isinstance(statement.value, ast.Constant)
-            if is_text or (isinstance(statement.value, ast.Call) and _SILENT.match(ast.unparse(statement.value.func))):
-                continue
-        if isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING":
-            continue
-        yield statement
+def _is_inert(node: ast.AST) -> bool:
+    """Whether a statement is a docstring, an attribute docstring, a log call, `__all__` or an import of types."""
+    match node:
+        case ast.Expr(value=ast.Constant()):
+            return True
+        case ast.Expr(value=ast.Call(func=function)):
+            return _SILENT.match(ast.unparse(function)) is not None
+        case ast.If(test=test):
+            return ast.unparse(test) == "TYPE_CHECKING"
+        case ast.Assign(targets=[ast.Name(id="__all__")]):
+            return True
+    return False
 
 
 def _is_not(value: ast.expr) -> bool:
