@@ -74,6 +74,14 @@ def test_markers_are_shown_to_parsers_only(use_window: bool) -> None:
     assert codec.decode(ids) == "ab c"
 
 
+def test_a_marker_that_is_no_special_token_is_decoded_with_the_text_around_it() -> None:
+    """Decoding before and after it apart would lose the spaces there."""
+    tokenizer = byte_fallback()
+    tokenizer.add_tokens([AddedToken("<tool_call>", special=False)])
+    codec = TextCodec(tokenizer, eos_token_ids=[1])
+    assert shown(codec.detokenizer(shows_markers=True), codec.encode("a <tool_call> b")) == "a <tool_call> b"
+
+
 def test_the_end_of_a_prompt_opens_or_closes_thoughts() -> None:
     codec = codec_of("<think>", "</think>", template=THOUGHT_TEMPLATE)
     assert codec.has_thoughts

@@ -208,6 +208,16 @@ def test_a_stop_string_that_never_completes_is_shown_in_the_end() -> None:
     assert [piece.text for piece in pieces] == ["go, ", "sto"]
 
 
+@pytest.mark.parametrize("stops", [(), ("stopped",)], ids=["no stop string", "a stop string"])
+def test_characters_are_counted_as_they_are_decoded_even_where_they_are_held_back(stops: tuple[str, ...]) -> None:
+    stream = TextStream(FAST.detokenizer(), stops)
+    assert stream.num_decoded == 0
+    stream.push(FAST.encode("go, sto"), is_last=False)
+    assert stream.num_decoded == 7
+    stream.push(FAST.encode("p"), is_last=True)
+    assert stream.num_decoded == 8
+
+
 def test_streaming_a_token_costs_the_same_at_any_length() -> None:
     """Counted in function calls: with four stop strings about 65, in a long text as in a short one."""
     ids = FAST.encode("the quick brown fox jumps over the lazy dog " * 50)

@@ -25,6 +25,12 @@ HERMES_CASES = [
     ('<tool_call>{"name": "time", "arguments": {}}', "", [("time", "{}")]),
     ('a \n<tool_call>{"name": "other"}</tool_call> b', 'a \n<tool_call>{"name": "other"}</tool_call> b', []),
     ('<tool_call>{"name": "time", "arguments": 3}</tool_call>', None, []),
+    (
+        f'<tool_call>{{"name": "other"}}</tool_call>{ONE}',
+        '<tool_call>{"name": "other"}</tool_call>',
+        [("weather", PARIS)],
+    ),
+    (f'<tool_call>{{"arguments": {{}}, "name": "time"}}</tool_call>{ONE}', "", [("time", "{}"), ("weather", PARIS)]),
     ("<tool_call>nonsense", None, []),
     (f'<tool_call>{{"name": "time", "arguments": {"[" * 3000}</tool_call>', None, []),
     (" \n ", " \n ", []),
@@ -74,6 +80,8 @@ BROKEN_CASES = [
     ("hermes", '<tool_call>{"name": "time", "arguments": {"a": 1</tool_call> b', " b", [("time", '{"a": 1')]),
     ("hermes", '<tool_call>{"name": "time", "arguments": {"a": "</tool_call>', "", [("time", '{"a": "</tool_call>')]),
     ("llama3", '{"name": "time", "parameters": {"a": oops}}', "oops}}", [("time", '{"a": ')]),
+    ("llama3", '{"name": "time", "parameters": {"a": 1', "", [("time", '{"a": 1')]),
+    ("mistral", '[TOOL_CALLS]time{"a": 1', "", [("time", '{"a": 1')]),
 ]
 CASES = [
     *(("hermes", *case) for case in HERMES_CASES),
