@@ -16,8 +16,8 @@ from engine.errors import ConfigError, EngineUnavailable
 
 LOOPBACK = "127.0.0.1"
 _CHOSEN = range(24_000, 32_000)
-"""Ports to choose from: above those of Ray's workers and clients, below those that the kernel gives to outgoing connections. One of
-the latter could take a port between its choice and its use."""
+"""Ports to choose from: above those of Ray's workers and clients, below those that the kernel gives to outgoing
+connections. One of the latter could take a port between its choice and its use."""
 _NUM_TRIES = 100
 
 
