@@ -13,13 +13,10 @@ import pytest
 import torch
 from distill_fakes import VOCAB, open_target, write_target
 from eagle_requests import NUM_DRAFTED, features_of, make_proposer, request_row
-from fakes import FixedPacer, LoopbackEndpoint, RandomPacer, ToyEngine, ToyModel
+from fakes import LoopbackEndpoint, ToyModel
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from local_engine import LocalEngine
-from reference import generate, sequence_distribution
+from one_forward import CONFIGURATIONS, HISTORIES, ODDS, TOYS, check_greedy, check_on_device, check_output, sampled_odds
 from safetensors.torch import load_file, save_file
-from statistic import p_value
 from tiny_eagle import DRAFT_VOCAB, make_parallel, write_eagle
 from toy_eagle import FeaturedToy
 from toy_parallel import toy_parallel
@@ -32,11 +29,7 @@ from engine.core.packing import SpanRows
 from engine.draft.messages import DraftRequestRow
 from engine.draft.parallel import with_masked
 from engine.errors import ConfigError
-from engine.messages import SamplingParams, Submit
 from engine.model.load import load_draft
-from engine.sampling.row_sampling import RowSampling
-
-TOYS, ODDS = 7, 1e-6
 
 
 @pytest.fixture(scope="module")
@@ -134,116 +127,39 @@ def test_k_ends_with_the_trained_positions_and_with_the_confidence(target_folder
     assert cut.token_ids == found.token_ids[:2]
 
 
-CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "tp1": {},
-    "no prefix cache": {"prefix_cache": False},
-    "preempting": {"kv_cache_tokens": 160, "max_model_len": 112, "prefix_cache": False, "tensor_parallel_size": 2},
-}
-
-
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_output_is_the_same_as_without_a_draft(target_folder: Path, draft_folder: Path, name: str) -> None:
-    """Greedy and seeded, fp32, K random per step, several requests with a common beginning, twice."""
-    seeded = torch.Generator().manual_seed(3)
-    common = torch.randint(3, VOCAB, (40,), generator=seeded).tolist()
-    submits = [
-        Submit(
-            request_id=str(i),
-            prompt=(*common[: 8 + 6 * i], 5 + i),
-            sampling=SamplingParams(temperature=0.0 if i % 2 else 0.9, seed=i, max_tokens=40),
-        )
-        for i in range(6)
-    ]
-    again = [Submit(request_id=f"{s.request_id}'", prompt=s.prompt, sampling=s.sampling) for s in submits]
-    with LocalEngine(target_folder) as engine:
-        plain = engine.generate(submits)
-    drafted: dict[str, Any] = {"draft_folder": draft_folder, "pacer": RandomPacer(4, max_k=5), "speculative": {"k": 5}}
-    with LocalEngine(target_folder, **drafted, **CONFIGURATIONS[name]) as engine:
-        assert engine.generate(submits) == plain
-        assert list(engine.generate(again).values()) == list(plain.values())
-        assert sum(stats.num_drafted for stats in engine.stats) > 100
-        assert sum(stats.num_accepted for stats in engine.stats) > 5
+    _, num_accepted = check_output(target_folder, draft_folder, name)
+    assert num_accepted > 5
 
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_sampled_output_follows_the_target(on_device: bool) -> None:
-    """Rejection sampling with positions drawn independently, K random per step; 1e-6 odds of a false alarm."""
-    runs, sampling = 3000, SamplingParams(temperature=0.9, top_p=0.95, max_tokens=3)
+    """Positions are drawn independently."""
     target = FeaturedToy(vocab_size=5, num_blocks=400)
-    drafter, _, model = toy_parallel(
-        target, ToyModel(vocab_size=5, seed=9, blend=0.5), num_blocks=400, on_device=on_device
-    )
-    engine = ToyEngine(target, drafter, RandomPacer(11, max_k=4), num_blocks=400, max_num_requests=16)
-    submits = [Submit(request_id=f"r{i}", prompt=(0, 1, 0), sampling=sampling) for i in range(runs)]
-    counts: dict[tuple[int, ...], int] = {}
-    for tokens in engine.run(submits).values():
-        counts[tuple(tokens)] = counts.get(tuple(tokens), 0) + 1
-    assert p_value(counts, sequence_distribution(target.logits_after, (0, 1, 0), sampling)) > ODDS
+    distribution = ToyModel(vocab_size=5, seed=9, blend=0.5)
+    drafter, _, model = toy_parallel(target, distribution, num_blocks=400, on_device=on_device)
+    assert sampled_odds(target, drafter) > ODDS
     assert model.num_forwards > 0
 
 
 def test_a_draft_request_is_one_forward() -> None:
     target = FeaturedToy(vocab_size=TOYS)
     drafter, endpoint, model = toy_parallel(target, ToyModel(vocab_size=TOYS))
-    pacer = FixedPacer(5)
-    engine = ToyEngine(target, drafter, pacer, max_model_len=200)
-    greedy = SamplingParams(temperature=0.0, max_tokens=30)
-    asked = [Submit(request_id=str(i), prompt=(1, 2, i), sampling=greedy) for i in range(3)]
-    result = engine.run(asked)
-    for submit in asked:
-        assert result[submit.request_id] == generate(target.logits_after, submit.prompt, greedy, 200).tokens
-    assert sum(stats.num_drafted for stats in pacer.stats) > 60
+    check_greedy(target, drafter)
     assert model.num_forwards == endpoint.num_requests
 
 
-SAMPLINGS = [RowSampling(0.0, 1.0, 1, 0, False), RowSampling(0.9, 0.8, 5, 3, False), RowSampling(1.0, 1.0, 5, 0, True)]
-ROUNDS = st.lists(
-    st.tuples(st.integers(0, 6), st.sampled_from([0.0, 0.3, 0.7]), st.integers(0, 6), st.integers(0, TOYS - 1)),
-    min_size=1,
-    max_size=5,
-)
-
-
 @settings(max_examples=60, deadline=None)
-@given(histories=st.lists(st.tuples(st.sampled_from(SAMPLINGS), ROUNDS), min_size=1, max_size=4))
+@given(histories=HISTORIES)
 def test_on_a_device_it_drafts_what_it_drafts_on_the_host(histories: list[Any]) -> None:
     """Over several requests for the same sequences: any K, any early exit, any number of accepted tokens."""
     target = FeaturedToy(vocab_size=TOYS)
 
-    def endpoint(*, on_device: bool) -> LoopbackEndpoint:
+    def endpoint(on_device: bool) -> LoopbackEndpoint:
         return toy_parallel(target, ToyModel(vocab_size=TOYS), positions=5, on_device=on_device)[1]
 
-    device, host = endpoint(on_device=True), endpoint(on_device=False)
-    texts = [[1, 2, key] for key in range(len(histories))]
-    sent = [0] * len(histories)
-    for turn in range(max(len(rounds) for _, rounds in histories)):
-        keys = [key for key, (_, rounds) in enumerate(histories) if turn < len(rounds)]
-        rows = []
-        written: list[list[int]] = []
-        for key in keys:
-            sampling, rounds = histories[key]
-            k, threshold, _, _ = rounds[turn]
-            start, new = sent[key], tuple(texts[key][sent[key] :])
-            before = [target.features_after(texts[key][:position]) for position in range(start, start + len(new))]
-            places = tuple(range(len(written), len(written) + len(new)))
-            written += before
-            rows.append(DraftRequestRow(key, start, new, k, sampling, None, threshold, places))
-            sent[key] = len(texts[key])
-        for each in (device, host):
-            assert each.features is not None
-            each.features[: len(written)] = torch.tensor(written, dtype=torch.float32)
-        found, expected = device.ask(rows, deadline_s=1.0), host.ask(rows, deadline_s=1.0)
-        drafted = device.drafted(len(rows))
-        for place, (key, one, other) in enumerate(zip(keys, found.rows, expected.rows, strict=True)):
-            length = one.num_on_device
-            assert drafted.token_ids[place, :length].tolist() == list(other.token_ids)
-            assert drafted.confidences[place, :length].tolist() == list(other.confidences)
-            assert (one.reason, one.has_probs) == (other.reason, other.has_probs)
-            if other.has_probs:
-                assert torch.equal(device.probs[place, :length], host.probs[place, :length])
-            _, _, num_accepted, token = histories[key][1][turn]
-            texts[key] += [*other.token_ids[:num_accepted], token]
-        assert device.num_reads <= turn + 1
+    check_on_device(target, endpoint, histories)
 
 
 def test_masked_rows_go_on_after_the_span() -> None:
