@@ -153,6 +153,9 @@ class EngineConfig(Settings):
     """Requests that may wait beyond the running ones; further requests are refused with QueueFull."""
     max_step_tokens: Annotated[int, Field(ge=16)] = 512
     """Rows of one forward. Decodes take their rows first; prefill chunks take the rest."""
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    """Type of the target's KV cache: `auto` (that of the computation) or `int8` (on cpu; about half the memory of
+    bfloat16). `int8` is lossy: logits and outputs change. A draft's cache is never quantised."""
     prefix_cache: bool = True
     """Reuse KV blocks of equal prompt prefixes."""
     num_threads: Annotated[int, Field(ge=1)] | None = None
@@ -210,6 +213,12 @@ class EngineConfig(Settings):
     def _kernel_has_its_device(self) -> Self:
         if self.kernel == "triton" and self.device == "cpu":
             raise ValueError("kernel: triton given, but device is cpu; allowed there are auto, native and torch")
+        return self
+
+    @model_validator(mode="after")
+    def _kv_cache_has_its_device(self) -> Self:
+        if self.kv_cache_dtype == "int8" and self.device == "cuda":
+            raise ValueError("kv_cache_dtype: int8 given, but device is cuda; allowed there is auto")
         return self
 
     @model_validator(mode="after")

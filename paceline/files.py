@@ -86,6 +86,7 @@ def _init_contents(options: argparse.Namespace) -> dict[str, str]:
 
 def _check(options: argparse.Namespace) -> int:
     from deployments.local import yaml_config
+    from deployments.local.weights import cache_line
 
     for file in options.files:
         values = yaml_config.load(file)
@@ -93,6 +94,8 @@ def _check(options: argparse.Namespace) -> int:
         print(f"{file}: ok")
         for settings in yaml_config.check(values):
             print(f"  {settings.served_name}: {yaml_config.describe_upgrade(settings)}")
+            if (cache := cache_line(settings.engine)) is not None:
+                print(f"  {cache}")
     return 0
 
 

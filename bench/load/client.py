@@ -136,7 +136,9 @@ async def load(
     errors: list[str] = []
     waiting = iter(enumerate(prompts))
     timeout = aiohttp.ClientTimeout(total=timeout_s)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+    # A connection for each request: some servers close kept ones at any time, and the request on it is lost.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
 
         async def stream() -> None:
             for index, prompt in waiting:

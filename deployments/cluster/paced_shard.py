@@ -175,6 +175,7 @@ def cost_identity(shard: TargetShard) -> dict[str, str]:
         "device": config.device,
         "gpu": gpu_name(shard.device),
         "dtype": config.dtype,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "kernel": type(shard.runner.model).__name__,
         "packed": shard.runner.model.packed.label,
         "torch": str(torch.__version__),

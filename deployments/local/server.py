@@ -25,7 +25,7 @@ from deployments.local import machine, preflight, yaml_config
 from deployments.local.doctor import startup_lines
 from deployments.local.ports import LOOPBACK, free_port
 from deployments.local.ray_head import APPLICATIONS, LocalRay
-from deployments.local.weights import weights_line
+from deployments.local.weights import cache_line, weights_line
 from deployments.monitoring.discovery import clear_dead, targets_folder
 from deployments.settings import AppSettings
 from engine.checkpoint.draft_check import check_draft
@@ -92,6 +92,8 @@ def _prepare(settings: AppSettings, console: Console) -> None:
     console.print(f"Model [bold]{escape(settings.engine.model)}[/bold]")
     for line in startup_lines(settings.engine):
         console.print(line, markup=False, highlight=False)
+    if (cache := cache_line(settings.engine)) is not None:
+        console.print(cache, markup=False, highlight=False)
     folder = resolve_model(settings.engine.model)
     if (weights := weights_line(settings.engine, folder)) is not None:
         console.print(weights, markup=False, highlight=False)

@@ -1,6 +1,6 @@
-"""The weights of a model in memory: in which form the engine keeps them, and what memory they take.
+"""The weights and the KV cache of a model in memory: in which form the engine keeps them, and what memory they take.
 
-Owns the arithmetic and the line that `paceline serve` prints. Imports no torch.
+Owns the arithmetic and the lines that `paceline serve` prints. Imports no torch.
 """
 
 from __future__ import annotations
@@ -67,6 +67,13 @@ def weights_line(engine: EngineConfig, folder: Path) -> str | None:
     return f"{stored}, packed where the native kernel has their layout, at most {loaded} in memory"
 
 
+def cache_line(engine: EngineConfig) -> str | None:
+    """That the KV cache is lossy; None where it is not."""
+    if engine.kv_cache_dtype == "auto":
+        return None
+    return f"KV cache: {engine.kv_cache_dtype}, which is lossy: logits and outputs differ from those of auto"
+
+
 def _stays_packed(engine: EngineConfig, config: ModelConfig) -> bool:
     return engine.packed == "auto" and engine.device != "cuda" and native_problem(engine, config) is None
 
@@ -86,7 +93,8 @@ def model_bytes(engine: EngineConfig, folder: Path) -> tuple[int, int]:
     config = ModelConfig.load(folder)
     width = 4 if engine.dtype == "float32" else 2
     tokens = engine.kv_cache_tokens or MIN_KV_TOKENS
-    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * width * tokens
+    per_head = config.head_dim * width if engine.kv_cache_dtype == "auto" else config.head_dim + 4  # codes, one scale
+    cache = 2 * config.num_layers * config.num_kv_heads * per_head * tokens
     if (folder / GGUF_FILE).exists() and _stays_packed(engine, config):
         with _open(folder / GGUF_FILE) as file:
             return file.packed_bytes(), cache

@@ -22,6 +22,7 @@ from engine.core.step import ForwardInput
 from engine.errors import ConfigError
 from engine.model.attention_padded import PaddedAttention
 from engine.model.attention_varlen import TritonAttention, VarlenAttention
+from engine.quantization.kv_cache import dequantised
 
 AttentionKind = Literal["auto", "reference", "padded", "varlen", "triton"]
 
@@ -38,7 +39,8 @@ class Attention(Protocol):
 
         Args:
             query: [N, num_heads, head_dim]. Query head h reads KV head h // (num_heads / num_kv_heads).
-            k_cache: [num_blocks, block_size, num_kv_heads, head_dim]. Holds the keys of all rows already.
+            k_cache: [num_blocks, block_size, num_kv_heads, head_dim], or int8 records. Holds the keys of all rows
+                already.
             v_cache: values, with the shape of `k_cache`.
             prepared: result of `prepare` for the same forward input.
 
@@ -102,8 +104,10 @@ class ReferenceAttention:
             zip(prepared.q_lens.tolist(), prepared.kv_lens.tolist(), prepared.block_tables, strict=True)
         ):
             blocks = torch.from_numpy(table[: -(-kv_len // block_size)].astype(np.int64)).to(k_cache.device)
-            keys = k_cache[blocks].flatten(0, 1).float()  # [tokens, num_kv_heads, head_dim]
-            values = v_cache[blocks].flatten(0, 1).float()
+            keys, values = (cache[blocks].flatten(0, 1) for cache in (k_cache, v_cache))
+            if k_cache.dtype is torch.int8:
+                keys, values = (dequantised(records, torch.float32) for records in (keys, values))
+            keys, values = keys.float(), values.float()  # [tokens, num_kv_heads, head_dim]
             for j in range(q_len):
                 seen = self._seen(prepared, span, row, kv_len - q_len + j)
                 for head in range(num_heads):

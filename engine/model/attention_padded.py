@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from msgspec import structs
 
 from engine.core.step import ForwardInput
+from engine.quantization.kv_cache import dequantised
 from engine.sampling.staging import to_device
 
 
@@ -233,13 +234,15 @@ class PaddedAttention:
         out = out.reshape(spans * q_len, num_heads * head_dim)
         return out if group.slots is None else out.index_select(0, group.slots)
 
-    @staticmethod
-    def _gather(cache: torch.Tensor, group: _Group) -> torch.Tensor:
-        """K or V of a group, [B, num_kv_heads, kv_len, head_dim]: a view of one contiguous copy of its blocks."""
-        num_blocks, _, num_kv_heads, head_dim = cache.shape
+    def _gather(self, cache: torch.Tensor, group: _Group) -> torch.Tensor:
+        """K or V of a group, [B, num_kv_heads, kv_len, head_dim]: a view of one contiguous copy of its blocks, or of
+        what int8 blocks stand for."""
+        num_blocks, _, num_kv_heads, width = cache.shape
         tokens = cache.view(num_blocks, -1).index_select(0, group.blocks)
-        tokens = tokens.view(group.num_spans, -1, num_kv_heads, head_dim)
-        return tokens[:, : group.kv_len].transpose(1, 2)
+        tokens = tokens.view(group.num_spans, -1, num_kv_heads, width)[:, : group.kv_len]
+        if cache.dtype is torch.int8:
+            tokens = dequantised(tokens, self._dtype)
+        return tokens.transpose(1, 2)
 
 
 def _without_old_blocks(forward_input: ForwardInput, window: int, block_size: int) -> ForwardInput:

@@ -28,16 +28,29 @@ from engine.model.device import Compute
 from engine.model.layers import Block, GatedMlp, Linear, RmsNorm
 from engine.model.native.matrices import PackedWeights
 from engine.model.rope import Rope, Rotation
+from engine.quantization.kv_cache import quantised
 from engine.quantization.weight import Quantised
 from engine.sampling.staging import to_device
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """KV cache of one layer. Keys and values are [num_blocks, block_size, G, D] each."""
+    """KV cache of one layer. Keys and values are [num_blocks, block_size, G, D] each. In int8 the last dimension is a
+    record of D + 4 elements, see `engine.quantization.kv_cache`."""
 
     keys: torch.Tensor
     values: torch.Tensor
+
+    def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write rows.
+
+        Args:
+            slots: [N] int64 KV slot of each row.
+            keys, values: [N, G, D].
+        """
+        for cache, rows in ((self.keys, keys), (self.values, values)):
+            records = quantised(rows) if cache.dtype is torch.int8 else rows
+            cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, records)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +234,7 @@ class Decoder:
         source, target = to_device([moves[:, 0].astype(np.int64), moves[:, 1].astype(np.int64)], self.device)
         for cache in caches:
             for values in (cache.keys, cache.values):
-                slots = values.view(-1, self.num_kv_heads * self.config.head_dim)
+                slots = values.view(-1, values.shape[2] * values.shape[3])
                 slots.index_copy_(0, target, slots.index_select(0, source))
 
     def masks_trees(self, max_q: int) -> bool:
@@ -274,8 +287,7 @@ class Decoder:
         else:
             rotated = rotation.apply(qkv[:, : heads + kv_heads])
             query, key = rotated[:, :heads], rotated[:, heads:]
-        cache.keys.view(-1, kv_heads, head_dim).index_copy_(0, inputs.slots, key)
-        cache.values.view(-1, kv_heads, head_dim).index_copy_(0, inputs.slots, qkv[:, heads + kv_heads :])
+        cache.write(inputs.slots, key, qkv[:, heads + kv_heads :])
         context = self._context(layer, query, cache, inputs)
         return self._residual(layer.o, context, hidden, layer.o_norm)
 

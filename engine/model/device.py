@@ -57,6 +57,16 @@ def pick_dtype(wanted: str) -> torch.dtype:
     return torch.float32 if wanted == "float32" else torch.bfloat16
 
 
+def pick_kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """The element type of the target's KV cache.
+
+    Args:
+        config: of the engine.
+        dtype: of the model.
+    """
+    return torch.int8 if config.kv_cache_dtype == "int8" else dtype
+
+
 def set_threads(config: EngineConfig, *, own_threads: bool = False) -> None:
     """Apply `threads_per_shard` to the calling thread's PyTorch operators.
 

@@ -18,6 +18,7 @@ from engine.errors import ConfigError
 from engine.model.decoder import LayerCache
 from engine.model.device import keep_freed_memory
 from engine.model.load import Model
+from engine.quantization.kv_cache import record_len, token_bytes
 
 CPU_MEMORY_FRACTION = 0.25
 """Share of the available host memory that a cache takes."""
@@ -34,16 +35,18 @@ class ModelRunner:
         model: from `load_model`; gives dtype and device.
         num_blocks: blocks of the cache, the scratch block included.
         block_size: tokens per block.
+        kv_dtype: type of the cache's elements; int8 stands for quantised keys and values. None takes the model's.
     """
 
-    def __init__(self, model: Model, *, num_blocks: int, block_size: int) -> None:
+    def __init__(self, model: Model, *, num_blocks: int, block_size: int, kv_dtype: torch.dtype | None = None) -> None:
         self.model = model
         self.num_blocks = num_blocks
         self.block_size = block_size
         if model.device.type == "cpu":
             keep_freed_memory()
         self._mapped: list[mmap.mmap] = []  # the memory of the cache, on a CPU
-        shape = (num_blocks, block_size, model.num_kv_heads, model.config.head_dim)
+        self._kv_dtype = kv_dtype = kv_dtype or model.dtype
+        shape = (num_blocks, block_size, model.num_kv_heads, record_len(model.config.head_dim, kv_dtype))
         with torch.inference_mode():
             self.caches = [
                 LayerCache(
@@ -84,7 +87,7 @@ class ModelRunner:
         The memory is mapped directly. The allocator would write it, because `keep_freed_memory` makes it serve large
         blocks from its heap.
         """
-        dtype, device = self.model.dtype, self.model.device
+        dtype, device = self._kv_dtype, self.model.device
         if device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=device)
         size = math.prod(shape)
@@ -100,7 +103,7 @@ def kv_bytes_per_token(config: ModelConfig, shard: ShardSpec = WHOLE, dtype: tor
     """Bytes of K and V per token on one shard, over all layers."""
     heads = shard.kv_heads(config)
     num_heads: int = heads.stop - heads.start
-    return 2 * config.num_layers * num_heads * config.head_dim * dtype.itemsize
+    return 2 * config.num_layers * num_heads * token_bytes(config.head_dim, dtype)
 
 
 def num_kv_blocks(

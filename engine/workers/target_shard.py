@@ -32,7 +32,7 @@ from engine.ipc.forward_broadcast import ForwardHandle, ForwardReceiver, Forward
 from engine.lora.adapter_files import read_adapter
 from engine.lora.adapter_set import AdapterSet
 from engine.model.collectives import Collectives, Group, Solo, open_store
-from engine.model.device import pick_device, pick_dtype, set_threads, with_device
+from engine.model.device import pick_device, pick_dtype, pick_kv_dtype, set_threads, with_device
 from engine.model.load import Model, load_model
 from engine.model.runner import ModelRunner, num_kv_blocks
 from engine.sampling.readback import DeviceClock, Event, HostClock, StepClock, timed_event
@@ -130,7 +130,7 @@ class TargetShard:
         num_blocks = num_kv_blocks(
             model.config,
             block_size=config.kv_block_size,
-            dtype=dtype,
+            dtype=pick_kv_dtype(config, dtype),
             device=self.device,
             shard=model.shard,
             kv_cache_tokens=config.kv_cache_tokens,
@@ -145,7 +145,12 @@ class TargetShard:
             num_blocks: blocks, the scratch block included.
             max_model_len: longest prompt + output in tokens.
         """
-        self.runner = ModelRunner(self._model, num_blocks=num_blocks, block_size=self.config.kv_block_size)
+        self.runner = ModelRunner(
+            self._model,
+            num_blocks=num_blocks,
+            block_size=self.config.kv_block_size,
+            kv_dtype=pick_kv_dtype(self.config, self._model.dtype),
+        )
         self.max_model_len = max_model_len
         if self.config.cuda_graphs == "on" and self.device.type == "cuda":
             self.record(CudaCapture(self.device))

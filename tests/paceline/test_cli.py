@@ -215,6 +215,16 @@ def test_check_knows_serve_s_own_schema(tmp_path: Path, capsys: pytest.CaptureFi
     assert "proxy_location" in capsys.readouterr().err
 
 
+def test_check_says_that_an_int8_cache_is_lossy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = yaml_config.load(yaml_config.DEFAULT_FILE)
+    path = tmp_path / "int8.yaml"
+    for kv_dtype, is_said in (("auto", False), ("int8", True)):
+        yaml_config.only_application(values)["args"]["engine"]["kv_cache_dtype"] = kv_dtype
+        path.write_text(yaml.safe_dump(values))
+        assert main(["check", str(path)]) == 0
+        assert ("KV cache: int8, which is lossy" in capsys.readouterr().out) == is_said
+
+
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     command = f"{sys.executable} -m paceline.cli metrics | head -1"
     done = subprocess.run(

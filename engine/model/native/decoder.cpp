@@ -10,6 +10,8 @@
 //
 // K cache   [tokens / 16][G][D / 2][16][2] bfloat16: one load holds two dimensions of 16 tokens.
 // V cache   [tokens / 16][G][8][D][2] bfloat16: one load holds two tokens of 16 dimensions.
+// As int8, a tile of 16 tokens of a KV head has codes in the same order and then the float32 scales of its tokens. Codes
+// are exact in bfloat16. Scales of K are multiplied with scores, and those of V with probabilities.
 
 #include <immintrin.h>
 #include <sys/mman.h>
@@ -20,6 +22,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "packed.h"
@@ -48,11 +51,12 @@ struct LayerWeights {
 
 struct NativeForward {
   int32_t num_rows, num_spans, table_width, num_logits, block_size, num_features;
+  int32_t is_int8;  // whether the KV cache is int8 instead of bfloat16
   const int32_t *token_ids, *slots, *q_lens, *kv_lens, *block_tables, *logit_rows, *feature_layers;
   const int32_t* tree_slots;  // [num_spans] last KV slots of a span that are its tree; null without trees
   const uint64_t* ancestors;  // [num_rows] bits of a row's ancestors in the tree and of itself; null without trees
   const float *cos, *sin;  // [num_rows, head_dim / 2]
-  bf16 *const *keys, *const *values;  // one of each per layer
+  void *const *keys, *const *values;  // one of each per layer
   const bf16* embedded;  // [num_rows, hidden] input of the first layer; null takes the embeddings of token_ids
   float* logits;  // [num_logits, vocab]
   bf16* features;  // [num_rows, num_features * hidden], or null
@@ -67,10 +71,46 @@ struct AttentionItem {
   uint64_t path;  // ancestors in the tree of the one row of all vectors, where these are not consecutive; else 0
 };
 
+template <class T>  // bf16 or int8_t: elements of the KV cache
 struct Tail {  // K and V of one KV head that replace the cache from a tile of the span on
   int first_tile, seen;
-  const bf16 *keys, *values;
+  const T *keys, *values;
 };
+
+// Elements of 16 tokens of one KV head, of K or of V.
+template <class T>
+constexpr long tile_size(int dim) {
+  return static_cast<long>(dim) * kLanes + (sizeof(T) == 1 ? kLanes * sizeof(float) : 0);
+}
+
+// The scales of a tile of int8.
+template <class T>
+inline auto* scales_of(T* tile, int dim) {
+  using Float = std::conditional_t<std::is_const_v<T>, const float, float>;
+  return reinterpret_cast<Float*>(tile + dim * kLanes);
+}
+
+inline __m512bh load_pairs(const bf16* at) { return as_bf16(_mm512_loadu_si512(at)); }
+inline __m512bh load_pairs(const int8_t* at) {
+  const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+  const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes)));
+  const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1)));
+  return _mm512_cvtne2ps_pbh(high, low);
+}
+
+// Writes the K or V of one token: element i goes to tile[place(i)].
+template <class Place>
+void store_token(const float* x, int dim, bf16* tile, int, const Place& place) {
+  for (int i = 0; i < dim; ++i) tile[place(i)] = round_bf16(x[i]);
+}
+template <class Place>
+void store_token(const float* x, int dim, int8_t* tile, int lane, const Place& place) {
+  float largest = 0;
+  for (int i = 0; i < dim; ++i) largest = std::max(largest, std::fabs(x[i]));
+  const float scale = largest / 127, inverse = largest > 0 ? 127 / largest : 0;
+  for (int i = 0; i < dim; ++i) tile[place(i)] = static_cast<int8_t>(std::lrint(x[i] * inverse));
+  scales_of(tile, dim)[lane] = scale;
+}
 
 template <class T>
 struct Buffer {  // grows and never shrinks; its contents are lost when it grows
@@ -88,16 +128,22 @@ struct Buffer {  // grows and never shrinks; its contents are lost when it grows
 };
 
 // Copies one token of one KV head between lanes of two tiles.
-void copy_token(const bf16* from_keys, const bf16* from_values, int from, bf16* to_keys, bf16* to_values, int to, int dim) {
-  for (int i = 0; i < dim; i += 2) std::memcpy(to_keys + i * kLanes + to * 2, from_keys + i * kLanes + from * 2, 4);
-  const bf16* source = from_values + (from / 2) * dim * 2 + from % 2;
-  bf16* target = to_values + (to / 2) * dim * 2 + to % 2;
+template <class T>
+void copy_token(const T* from_keys, const T* from_values, int from, T* to_keys, T* to_values, int to, int dim) {
+  for (int i = 0; i < dim; i += 2)
+    std::memcpy(to_keys + i * kLanes + to * 2, from_keys + i * kLanes + from * 2, 2 * sizeof(T));
+  const T* source = from_values + (from / 2) * dim * 2 + from % 2;
+  T* target = to_values + (to / 2) * dim * 2 + to % 2;
   for (int i = 0; i < dim; ++i) target[2 * i] = source[2 * i];
+  if (sizeof(T) > 1) return;
+  scales_of(to_keys, dim)[to] = scales_of(from_keys, dim)[from];
+  scales_of(to_values, dim)[to] = scales_of(from_values, dim)[from];
 }
 
 struct Scratch {  // of one thread
   Buffer<float> scores;
-  Buffer<bf16> probs, tail;
+  Buffer<bf16> probs;
+  Buffer<uint8_t> tail;
 };
 
 class Model {
@@ -114,8 +160,10 @@ class Model {
         scratch_(std::max(1, shape.num_threads)) {}
 
   // Moves KV slots in order: moves[m] = from, to.
-  void move(const int32_t* moves, int count, bf16* const* keys, bf16* const* values) const {
-    const long size = static_cast<long>(shape_.head_dim) * kLanes;
+  template <class T>
+  void move(const int32_t* moves, int count, void* const* all_keys, void* const* all_values) const {
+    const long size = tile_size<T>(shape_.head_dim);
+    T *const *keys = reinterpret_cast<T* const*>(all_keys), *const *values = reinterpret_cast<T* const*>(all_values);
     for (int layer = 0; layer < shape_.num_layers; ++layer)
       for (int m = 0; m < count; ++m) {
         const int from = moves[2 * m], to = moves[2 * m + 1];
@@ -141,7 +189,11 @@ class Model {
     loop_rows(input.num_rows, [&](int row, int) { embed(input, row); });
     int feature = 0;
     for (int layer = 0; layer < shape_.num_layers; ++layer) {
-      attend(input, layers_[layer], input.keys[layer], input.values[layer]);
+      if (input.is_int8) {
+        attend(input, layers_[layer], static_cast<int8_t*>(input.keys[layer]), static_cast<int8_t*>(input.values[layer]));
+      } else {
+        attend(input, layers_[layer], static_cast<bf16*>(input.keys[layer]), static_cast<bf16*>(input.values[layer]));
+      }
       feed_forward(input, layers_[layer]);
       if (feature < input.num_features && input.feature_layers[feature] == layer) keep_features(input, feature++);
     }
@@ -218,7 +270,8 @@ class Model {
     });
   }
 
-  void attend(const NativeForward& input, const LayerWeights& layer, bf16* keys, bf16* values) {
+  template <class T>
+  void attend(const NativeForward& input, const LayerWeights& layer, T* keys, T* values) {
     normalise(layer.input_norm, nullptr, input.num_rows);
     project_to<false>(*layer.qkv, normed_.data, input.num_rows, layer.qkv_bias, projected_.data);
     loop_rows(input.num_rows, [&](int row, int) { place(input, layer, row, keys, values); });
@@ -249,7 +302,8 @@ class Model {
   }
 
   // Applies q/k norm and RoPE to a row. Writes q to its buffer, and k and v to their KV slot.
-  void place(const NativeForward& input, const LayerWeights& layer, int row, bf16* keys, bf16* values) {
+  template <class T>
+  void place(const NativeForward& input, const LayerWeights& layer, int row, T* keys, T* values) {
     const int dim = shape_.head_dim, heads = shape_.heads, groups = shape_.kv_heads;
     float* from = projected_.data + static_cast<long>(row) * (heads + 2 * groups) * dim;
     const float *cos = input.cos + static_cast<long>(row) * dim / 2, *sin = input.sin + static_cast<long>(row) * dim / 2;
@@ -264,17 +318,14 @@ class Model {
         bf16* to = query_.data + (static_cast<long>(row) * heads + head) * dim;
         for (int i = 0; i < dim; i += kLanes) store_bf16(to + i, _mm512_loadu_ps(x + i));
       } else {
-        bf16* to = keys + (tile * groups + head - heads) * dim * kLanes + lane * 2;
-        for (int i = 0; i < dim; i += 2) {
-          to[i * kLanes] = round_bf16(x[i]);
-          to[i * kLanes + 1] = round_bf16(x[i + 1]);
-        }
+        T* to = keys + (tile * groups + head - heads) * tile_size<T>(dim);
+        store_token(x, dim, to, lane, [&](int i) { return (i & ~1) * kLanes + lane * 2 + (i & 1); });
       }
     }
     for (int group = 0; group < groups; ++group) {
       const float* x = from + (heads + groups + group) * dim;
-      bf16* to = values + (tile * groups + group) * dim * kLanes + (lane / 2) * dim * 2 + lane % 2;
-      for (int i = 0; i < dim; ++i) to[2 * i] = round_bf16(x[i]);
+      T* to = values + (tile * groups + group) * tile_size<T>(dim);
+      store_token(x, dim, to, lane, [&](int i) { return (lane / 2) * dim * 2 + lane % 2 + 2 * i; });
     }
   }
 
@@ -326,35 +377,38 @@ class Model {
         items_.push_back({span, head, first, std::min(kQueries, end - first), path});
   }
 
+  template <class T>
   long cache_offset(const NativeForward& input, const AttentionItem& item, int tile) const {
     const int32_t* table = input.block_tables + static_cast<long>(item.span) * input.table_width;
     const int tiles_per_block = input.block_size / kLanes;
     const long where = static_cast<long>(table[tile / tiles_per_block]) * tiles_per_block + tile % tiles_per_block;
-    return (where * shape_.kv_heads + item.kv_head) * shape_.head_dim * kLanes;
+    return (where * shape_.kv_heads + item.kv_head) * tile_size<T>(shape_.head_dim);
   }
 
   // Copies the K and V that a path sees from the first tile of the tree on, in the order of the path.
-  Tail copy_path(const NativeForward& input, const AttentionItem& item, const bf16* keys, const bf16* values, Scratch& scratch) {
+  template <class T>
+  Tail<T> copy_path(const NativeForward& input, const AttentionItem& item, const T* keys, const T* values, Scratch& scratch) {
     const int dim = shape_.head_dim, root = input.kv_lens[item.span] - input.tree_slots[item.span];
     const int first = root / kLanes, seen = root + __builtin_popcountll(item.path);
-    const long size = static_cast<long>(dim) * kLanes, tiles = (seen + kLanes - 1) / kLanes - first;
-    bf16* to_keys = scratch.tail.get(static_cast<size_t>(2 * tiles * size));
-    bf16* to_values = to_keys + tiles * size;
-    std::memset(to_keys, 0, 2 * tiles * size * sizeof(bf16));
+    const long size = tile_size<T>(dim), tiles = (seen + kLanes - 1) / kLanes - first;
+    T* to_keys = reinterpret_cast<T*>(scratch.tail.get(2 * tiles * size * sizeof(T)));
+    T* to_values = to_keys + tiles * size;
+    std::memset(to_keys, 0, 2 * tiles * size * sizeof(T));
     if (root % kLanes) {
-      std::memcpy(to_keys, keys + cache_offset(input, item, first), size * sizeof(bf16));
-      std::memcpy(to_values, values + cache_offset(input, item, first), size * sizeof(bf16));
+      std::memcpy(to_keys, keys + cache_offset<T>(input, item, first), size * sizeof(T));
+      std::memcpy(to_values, values + cache_offset<T>(input, item, first), size * sizeof(T));
     }
     int place = root - first * kLanes;
     for (uint64_t left = item.path; left; left &= left - 1, ++place) {
       const int slot = root + __builtin_ctzll(left);
-      const long from = cache_offset(input, item, slot / kLanes), to = place / kLanes * size;
+      const long from = cache_offset<T>(input, item, slot / kLanes), to = place / kLanes * size;
       copy_token(keys + from, values + from, slot % kLanes, to_keys + to, to_values + to, place % kLanes, dim);
     }
     return {first, seen, to_keys, to_values};
   }
 
-  void attend_item(const NativeForward& input, const AttentionItem& item, const bf16* keys, const bf16* values, Scratch& scratch) {
+  template <class T>
+  void attend_item(const NativeForward& input, const AttentionItem& item, const T* keys, const T* values, Scratch& scratch) {
     switch (item.count) {
       case 1: return attend_queries<1>(input, item, keys, values, scratch);
       case 2: return attend_queries<2>(input, item, keys, values, scratch);
@@ -365,10 +419,10 @@ class Model {
     }
   }
 
-  template <int Q>
-  void attend_queries(const NativeForward& input, const AttentionItem& item, const bf16* keys, const bf16* values, Scratch& scratch) {
+  template <int Q, class T>
+  void attend_queries(const NativeForward& input, const AttentionItem& item, const T* keys, const T* values, Scratch& scratch) {
     const int dim = shape_.head_dim, fold = shape_.heads / shape_.kv_heads;
-    Tail tail{INT32_MAX, 0, nullptr, nullptr};
+    Tail<T> tail{INT32_MAX, 0, nullptr, nullptr};
     if (item.path) tail = copy_path(input, item, keys, values, scratch);
     const bf16* query[Q];
     long target[Q];
@@ -383,14 +437,15 @@ class Model {
     const int num_tiles = (most + kLanes - 1) / kLanes, padded = num_tiles * kLanes;
     float* scores = scratch.scores.get(static_cast<size_t>(Q) * padded);
     bf16* probs = scratch.probs.get(static_cast<size_t>(Q) * padded);
-    const auto tile_of = [&](const bf16* cache, const bf16* copies, int tile) {
-      if (tile < tail.first_tile) return cache + cache_offset(input, item, tile);
-      return copies + static_cast<long>(tile - tail.first_tile) * dim * kLanes;
+    const auto tile_of = [&](const T* cache, const T* copies, int tile) {
+      if (tile < tail.first_tile) return cache + cache_offset<T>(input, item, tile);
+      return copies + (tile - tail.first_tile) * tile_size<T>(dim);
     };
     const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(static_cast<float>(dim)));
     for (int tile = 0; tile < num_tiles; ++tile) {
-      const bf16* at = tile_of(keys, tail.keys, tile);
-      const bf16* later = tile_of(keys, tail.keys, std::min(tile + kTilesAhead, num_tiles - 1));
+      const T* at = tile_of(keys, tail.keys, tile);
+      const T* later = tile_of(keys, tail.keys, std::min(tile + kTilesAhead, num_tiles - 1));
+      const __m512 factor = sizeof(T) == 1 ? _mm512_mul_ps(scale, _mm512_loadu_ps(scales_of(at, dim))) : scale;
       __m512 sums[2][Q];  // even and odd pairs of dimensions: two short chains of additions instead of a long one
 #pragma GCC unroll 6
       for (int q = 0; q < Q; ++q) sums[0][q] = sums[1][q] = _mm512_setzero_ps();
@@ -399,7 +454,7 @@ class Model {
         for (int odd = 0; odd < 2; ++odd) {
           const int at_pair = i + 2 * odd;
           _mm_prefetch(later + at_pair * kLanes, _MM_HINT_T0);
-          const __m512bh k = as_bf16(_mm512_loadu_si512(at + at_pair * kLanes));
+          const __m512bh k = load_pairs(at + at_pair * kLanes);
 #pragma GCC unroll 6
           for (int q = 0; q < Q; ++q)
             sums[odd][q] = _mm512_dpbf16_ps(sums[odd][q], k, as_bf16(pair(query[q] + at_pair)));
@@ -407,10 +462,17 @@ class Model {
 #pragma GCC unroll 6
       for (int q = 0; q < Q; ++q)
         _mm512_store_ps(scores + static_cast<long>(q) * padded + tile * kLanes,
-                        _mm512_mul_ps(_mm512_add_ps(sums[0][q], sums[1][q]), scale));
+                        _mm512_mul_ps(_mm512_add_ps(sums[0][q], sums[1][q]), factor));
     }
     float inverse[Q];
-    for (int q = 0; q < Q; ++q) inverse[q] = softmax(scores + static_cast<long>(q) * padded, probs + static_cast<long>(q) * padded, seen[q], padded);
+    const auto weighted = [&](__m512 p, int first) {
+      if (sizeof(T) > 1) return p;
+      return _mm512_mul_ps(p, _mm512_loadu_ps(scales_of(tile_of(values, tail.values, first / kLanes), dim)));
+    };
+    for (int q = 0; q < Q; ++q) {
+      const long first = static_cast<long>(q) * padded;
+      inverse[q] = softmax(scores + first, probs + first, seen[q], padded, weighted);
+    }
     for (int slice = 0; slice < dim; slice += kSlice * kLanes) {
       __m512 sums[Q][kSlice];
 #pragma GCC unroll 6
@@ -418,14 +480,14 @@ class Model {
 #pragma GCC unroll 4
         for (int b = 0; b < kSlice; ++b) sums[q][b] = _mm512_setzero_ps();
       for (int tile = 0; tile < num_tiles; ++tile) {
-        const bf16* at = tile_of(values, tail.values, tile) + slice * 2;
-        const bf16* later = tile_of(values, tail.values, std::min(tile + kTilesAhead, num_tiles - 1)) + slice * 2;
+        const T* at = tile_of(values, tail.values, tile) + slice * 2;
+        const T* later = tile_of(values, tail.values, std::min(tile + kTilesAhead, num_tiles - 1)) + slice * 2;
         for (int two = 0; two < kLanes / 2; ++two) {
           __m512bh v[kSlice];
 #pragma GCC unroll 4
           for (int b = 0; b < kSlice; ++b) {
             _mm_prefetch(later + two * dim * 2 + b * 32, _MM_HINT_T0);
-            v[b] = as_bf16(_mm512_loadu_si512(at + two * dim * 2 + b * 32));
+            v[b] = load_pairs(at + two * dim * 2 + b * 32);
           }
 #pragma GCC unroll 6
           for (int q = 0; q < Q; ++q) {
@@ -443,8 +505,10 @@ class Model {
     }
   }
 
-  // probs = e^(scores - max) for the first `seen`, 0 to `padded`; returns 1 / their sum.
-  static float softmax(float* scores, bf16* probs, int seen, int padded) {
+  // probs = weighted(e^(scores - max), first of 16 tokens) for the first `seen`, 0 to `padded`; returns 1 / the sum of
+  // the exponentials.
+  template <class Weighted>
+  static float softmax(float* scores, bf16* probs, int seen, int padded, const Weighted& weighted) {
     const int whole = seen / kLanes * kLanes;
     const __mmask16 rest = static_cast<__mmask16>((1u << (seen - whole)) - 1);
     const __m512 lowest = _mm512_set1_ps(-INFINITY);
@@ -457,7 +521,7 @@ class Model {
       const __mmask16 mask = t < whole ? 0xffff : t == whole ? rest : 0;
       const __m512 p = _mm512_maskz_mov_ps(mask, exp16(_mm512_sub_ps(_mm512_load_ps(scores + t), top)));
       sum = _mm512_add_ps(sum, p);
-      store_bf16(probs + t, p);
+      store_bf16(probs + t, weighted(p, t));
     }
     return 1.0f / _mm512_reduce_add_ps(sum);
   }
@@ -549,8 +613,8 @@ Model* model_new(const Shape* shape, const LayerWeights* layers, const bf16* emb
 
 void model_forward(Model* model, const NativeForward* input) { model->forward(*input); }
 
-void model_move(Model* model, const int32_t* moves, int count, bf16* const* keys, bf16* const* values) {
-  model->move(moves, count, keys, values);
+void model_move(Model* model, const int32_t* moves, int count, int is_int8, void* const* keys, void* const* values) {
+  is_int8 ? model->move<int8_t>(moves, count, keys, values) : model->move<bf16>(moves, count, keys, values);
 }
 
 void model_free(Model* model) { delete model; }

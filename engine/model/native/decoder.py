@@ -131,6 +131,7 @@ class NativeDecoder:
             *(num_rows, len(forward_input.q_lens), forward_input.block_tables.shape[1], num_logits),
             caches[0].keys.shape[1],
             len(self.feature_layers),
+            caches[0].keys.dtype is torch.int8,
             *(array.ctypes.data for array in integers),
             *((array.ctypes.data for array in masks) if masks else (None, None)),
             *(cos.data_ptr(), sin.data_ptr()),
@@ -146,8 +147,10 @@ class NativeDecoder:
         """As `Decoder.move`."""
         keys, values = self._cache_addresses(caches)
         integers = _contiguous(moves, np.int32)
+        is_int8 = caches[0].keys.dtype is torch.int8
         self._library.model_move(
-            *(self._model, integers.ctypes.data, len(integers), ctypes.addressof(keys), ctypes.addressof(values))
+            *(self._model, integers.ctypes.data, len(integers), is_int8),
+            *(ctypes.addressof(keys), ctypes.addressof(values)),
         )
 
     def _cache_addresses(self, caches: list[LayerCache]) -> tuple[Any, Any]:

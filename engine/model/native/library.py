@@ -72,7 +72,10 @@ class NativeForward(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_int32)
-            for name in ("num_rows", "num_spans", "table_width", "num_logits", "block_size", "num_features")
+            for name in (
+                *("num_rows", "num_spans", "table_width", "num_logits", "block_size", "num_features"),
+                "is_int8",
+            )
         ),
         *(
             (name, ctypes.c_void_p)
@@ -114,7 +117,7 @@ def load_library() -> ctypes.CDLL:
     library.model_new.restype = ctypes.c_void_p
     library.model_forward.argtypes = [ctypes.c_void_p, ctypes.POINTER(NativeForward)]
     library.model_forward.restype = None
-    library.model_move.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+    library.model_move.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_int] * 2, *[ctypes.c_void_p] * 2]
     library.model_move.restype = None
     library.model_free.argtypes = [ctypes.c_void_p]
     library.model_free.restype = None

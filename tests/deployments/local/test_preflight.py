@@ -153,6 +153,15 @@ def test_float32_doubles_the_weights_and_a_draft_counts(tmp_path: Path) -> None:
         preflight.check_memory(plan, folder, draft, free_bytes=needed - 1)
 
 
+def test_an_int8_cache_counts_its_codes_and_scales(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model", 1 * GIB)
+    plan = settings(engine={"model": str(folder), "kv_cache_tokens": 1 << 20, "kv_cache_dtype": "int8"})
+    needed = 1 * GIB + 2 * 4 * 2 * (16 + 4) * (1 << 20) + preflight.PROCESS_BYTES + preflight.SHARD_BYTES
+    preflight.check_memory(plan, folder, None, free_bytes=needed)
+    with pytest.raises(ConfigError, match="memory"):
+        preflight.check_memory(plan, folder, None, free_bytes=needed - 1)
+
+
 def test_quantised_weights_count_as_they_are_in_memory(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "model", 1000)
     config = json.loads((folder / "config.json").read_text())

@@ -46,7 +46,9 @@ BEYOND_LLAMA = {
 """Families that only the PyTorch kernels compute, and the first reason."""
 
 
-def native_runner(folder: Path, *, threads: int = 2, **options: object) -> ModelRunner:
+def native_runner(
+    folder: Path, *, threads: int = 2, kv_dtype: torch.dtype | None = None, **options: object
+) -> ModelRunner:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -54,7 +56,7 @@ def native_runner(folder: Path, *, threads: int = 2, **options: object) -> Model
     finally:
         torch.set_num_threads(before)
     assert isinstance(model, NativeDecoder)
-    return ModelRunner(model, num_blocks=NUM_BLOCKS, block_size=16)
+    return ModelRunner(model, num_blocks=NUM_BLOCKS, block_size=16, kv_dtype=kv_dtype)
 
 
 @needs_library
@@ -83,13 +85,14 @@ def test_a_family_that_it_does_not_compute_is_refused_by_name(tmp_path: Path, fa
 
 
 @needs_library
-def test_a_row_does_not_depend_on_its_neighbours_cuts_or_threads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=["bfloat16", "int8"])
+def test_a_row_does_not_depend_on_its_neighbours_cuts_or_threads(tmp_path: Path, kv_dtype: torch.dtype | None) -> None:
     folder = write_model(tmp_path, "qwen3", **SIZES)
     rng = random.Random(5)
     prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (40, 90, 90, 230)]
-    alone = [run_cuts(native_runner(folder), [prompt], [[1] * len(prompt)])[0] for prompt in prompts]
+    alone = [run_cuts(native_runner(folder, kv_dtype=kv_dtype), [prompt], [[1] * len(prompt)])[0] for prompt in prompts]
     for threads in (1, 2, 3, 5):
-        runner = native_runner(folder, threads=threads)
+        runner = native_runner(folder, threads=threads, kv_dtype=kv_dtype)
         for longest in (7, 200):
             together = run_cuts(runner, prompts, [random_cuts(rng, len(prompt), longest) for prompt in prompts])
             for mine, expected in zip(together, alone, strict=True):

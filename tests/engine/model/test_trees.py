@@ -109,15 +109,21 @@ def fill(runner: ModelRunner, spans: list[TreeSpan]) -> None:
 
 
 def make_runner(folder: Path, kind: str, block_size: int) -> ModelRunner:
-    options: dict[str, Any] = {"kernel": "native"} if kind == "native" else {"dtype": torch.float32, "kernel": kind}
-    return ModelRunner(load_model(folder, **options), num_blocks=NUM_BLOCKS, block_size=block_size)
+    """A model with a kernel; `kind` ends with int8 for an int8 KV cache."""
+    kernel, _, cache = kind.partition(" ")
+    options: dict[str, Any] = {"kernel": kernel} if kernel == "native" else {"dtype": torch.float32, "kernel": kernel}
+    kv_dtype = torch.int8 if cache else None
+    return ModelRunner(load_model(folder, **options), num_blocks=NUM_BLOCKS, block_size=block_size, kv_dtype=kv_dtype)
+
+
+NATIVES = [pytest.param(kind, marks=needs_library) for kind in ("native", "native int8")]
 
 
 SIZES = [(1, 1, 8), (15, 1, 5), (16, 1, 0), (33, 33, 7), (40, 3, 64), (70, 1, 20), (90, 1, 1)]
 """Committed tokens, rows among them, nodes: decodes, chunks and trees in one forward."""
 
 
-@pytest.mark.parametrize("kind", ["torch", "reference", pytest.param("native", marks=needs_library)])
+@pytest.mark.parametrize("kind", ["torch", "reference", *NATIVES])
 def test_a_node_has_the_logits_of_its_own_chain(tmp_path: Path, kind: str) -> None:
     folder = write_model(tmp_path, "qwen3", **NATIVE)
     runner, of_chains = make_runner(folder, kind, 16), make_runner(folder, kind, 16)
@@ -129,7 +135,7 @@ def test_a_node_has_the_logits_of_its_own_chain(tmp_path: Path, kind: str) -> No
         for span in spans:
             expected = logits_by_path(of_chains, span)
             for node in range(-1, len(span.tokens)):
-                if kind == "native":
+                if kind.startswith("native"):
                     assert torch.equal(logits[row], expected[node]), (seed, span.parents, node)
                 else:
                     torch.testing.assert_close(logits[row], expected[node], atol=2e-5, rtol=1e-4)
@@ -159,7 +165,7 @@ def step_after(span: TreeSpan, node: int, token: int) -> tuple[SpanRows, list[tu
     return SpanRows([token], first + len(path), span.blocks, 1), moves
 
 
-@pytest.mark.parametrize("kind", ["torch", pytest.param("native", marks=needs_library)])
+@pytest.mark.parametrize("kind", ["torch", *NATIVES])
 def test_after_the_moves_the_cache_is_that_of_the_accepted_chain(tmp_path: Path, kind: str) -> None:
     folder = write_model(tmp_path, "llama", **NATIVE)
     for seed in range(4):
@@ -177,7 +183,7 @@ def test_after_the_moves_the_cache_is_that_of_the_accepted_chain(tmp_path: Path,
             text = [*span.path_tokens(node), 7]
             fresh = make_runner(folder, kind, 16)
             expected = fresh.forward(pack_spans([SpanRows(text, 0, list(range(9)), 1)], 16)).require_logits()[0]
-            if kind == "native":
+            if kind.startswith("native"):
                 assert torch.equal(row, expected)
             else:
                 torch.testing.assert_close(row, expected, atol=2e-5, rtol=1e-4)
