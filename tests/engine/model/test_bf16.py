@@ -76,16 +76,18 @@ def check(
     fp32_model: Any,
     *,
     kernel: str = "torch",
+    kv_cache_dtype: str = "auto",
 ) -> dict[str, int]:
     """How many outputs of each method equal plain decoding. The others must differ at a near tie."""
-    _, plain = generate(folder, texts, num_tokens, kernel=kernel)
+    common = {"kernel": kernel, "kv_cache_dtype": kv_cache_dtype}
+    _, plain = generate(folder, texts, num_tokens, **common)
     methods: dict[str, dict[str, Any]] = {
         "ngram": {"speculative": {"method": "ngram", "k": 8}},
         "draft_model": {"draft_folder": draft_folder, "speculative": {"k": 8}},
     }
     same = {}
     for name, settings in methods.items():
-        prompts, outputs = generate(folder, texts, num_tokens, pacer=RandomPacer(7, max_k=8), kernel=kernel, **settings)
+        prompts, outputs = generate(folder, texts, num_tokens, pacer=RandomPacer(7, max_k=8), **common, **settings)
         same[name] = sum(
             assert_same_or_near_tie(fp32_model, prompt, expected, output, f"{name}, prompt {i}", bound=BOUND)
             for i, (prompt, expected, output) in enumerate(zip(prompts, plain, outputs, strict=True))
@@ -98,8 +100,15 @@ def test_drafts_change_the_output_only_at_near_ties(folder: Path, fp32_model: An
 
 
 @needs_library
-def test_native_output_is_that_of_plain_decoding(folder: Path, fp32_model: Any, tmp_path: Path) -> None:
-    same = check(folder, cut_draft(folder, tmp_path / "draft"), TEXTS, 24, fp32_model, kernel="native")
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_native_output_is_that_of_plain_decoding(
+    folder: Path, fp32_model: Any, tmp_path: Path, kv_cache_dtype: str
+) -> None:
+    draft_folder, options = (
+        cut_draft(folder, tmp_path / "draft"),
+        {"kernel": "native", "kv_cache_dtype": kv_cache_dtype},
+    )
+    same = check(folder, draft_folder, TEXTS, 24, fp32_model, **options)
     assert same == {"ngram": len(TEXTS), "draft_model": len(TEXTS)}
 
 
