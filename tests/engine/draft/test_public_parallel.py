@@ -99,6 +99,8 @@ def test_output_is_the_same_as_without_a_draft(
     with LocalEngine(target, draft_folder=folder, pacer=RandomPacer(4, max_k=5), speculative={"k": 5}) as engine:
         assert engine.generate(submits) == plain
         assert sum(stats.num_drafted for stats in engine.stats) > 100
+        # The cost model counts passes by this.
+        assert engine.leader.positions_per_pass == (8 if layout == "authors" else NUM_DRAFTED)
 
 
 def test_positions_are_those_of_the_training(targets: dict[str, Path], tmp_path: Path) -> None:
