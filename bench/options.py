@@ -84,6 +84,7 @@ def _add_proposers(actions: Any) -> None:
     proposers.add_argument("--max-tokens", type=int, default=64)
     proposers.add_argument("--temperature", type=float, default=0.0)
     proposers.add_argument("--rounds", type=int, default=2, help="rounds, which alternate in order")
+    proposers.add_argument("--warm-up", type=int, default=1, help="rounds before those, which are not counted")
     proposers.add_argument("--kv-cache-tokens", type=int, default=65536, metavar="N")
     proposers.add_argument("--out", type=Path, help="write the figures as JSON")
     proposers.set_defaults(run=_run("proposers.run", "proposers"))

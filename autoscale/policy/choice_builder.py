@@ -1,4 +1,4 @@
-"""From K to `KChoice`: adds the early-exit threshold of the draft and the K of prompt lookup drafts.
+"""From K to `KChoice`: adds the early-exit threshold, the K of prompt lookup drafts and the least worth of a row.
 
 Owns the price of a drafted position at the current goodput. K itself is chosen elsewhere.
 """
@@ -32,7 +32,7 @@ class ChoiceBuilder:
         self._cost = cost
         self._acceptance = acceptance
         self._lookup = lookup
-        self._price = 0.0
+        self._price = self._row_price = 0.0
         self._lookup_ks: list[tuple[int, ...]] | None = None
 
     @property
@@ -52,6 +52,7 @@ class ChoiceBuilder:
             goodput: tokens per second of the step.
         """
         row_s = self._cost.row_s(rows, PRICED_ROWS)
+        self._row_price = min(1.0, goodput * row_s)
         num_deep = max(1, int((best.ks > 1).sum()))
         saved_s = self._cost.pass_s(num_deep) / num_deep**2 if self._cost.positions_per_pass == 1 else 0.0
         self._price = goodput * (row_s + saved_s)
@@ -87,6 +88,7 @@ class ChoiceBuilder:
                     reason if k > 0 else zero_reason,
                     k_by_match=self._k_by_match(workload, lookup_allowed=lookup_allowed),
                     exit_threshold=self._exit_threshold(k, workload),
+                    least_acceptance=self._least(k, reason),
                 )
                 built[pair] = choice
             choices.append(choice)
@@ -101,6 +103,10 @@ class ChoiceBuilder:
         if self._lookup_ks is None:
             return None
         return self._lookup_ks[workload] if lookup_allowed else _NO_LOOKUP
+
+    def _least(self, k: int, reason: KReason) -> float:
+        """A row is worth its time where it is accepted at least this often. A probe measures, so it keeps all nodes."""
+        return 0.0 if reason == "probe" or (k == 0 and self._lookup_ks is None) else self._row_price
 
     def _exit_threshold(self, k: int, workload: int) -> float:
         """The draft goes on while the product of its confidences is at least this."""

@@ -1,17 +1,15 @@
-"""One target in this process, drafts in processes of their own, and an engine for each proposer.
+"""One target in this process, and an engine for each proposer that drafts for it.
 
-Owns the processes and the loop. There is no Ray, no socket and no HTTP, so that what is measured is the engine's steps.
+Owns the engines and the loop. There is no Ray, no socket and no HTTP, so that what is measured is the engine's steps.
 The KV cache and its prefix cache are those of the target and outlive the engines: a prompt is computed once.
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +20,14 @@ from autoscale.policy.cost_model import CostTable
 from autoscale.policy.goodput import make_goodput
 from autoscale.policy.policies import PolicyPacer
 from autoscale.profiling.profile import profile_draft, profile_target
+from bench.proposers.draft_process import draft_process
 from bench.proposers.variants import Variant
 from engine.checkpoint.draft_check import check_draft
 from engine.config import MAX_K, EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.core.committer import Committer
 from engine.core.drafter import Drafter
-from engine.core.engine import Engine, Publish
+from engine.core.engine import Engine
 from engine.core.scheduler import Scheduler
 from engine.core.stats import StepStats
 from engine.core.step import Batch, Draft
@@ -36,20 +35,17 @@ from engine.core.verifier import Verifier
 from engine.draft.messages import DraftInfo, DraftRequestRow, DraftResponse
 from engine.draft.methods import make_drafter
 from engine.draft.remote import RemoteDrafter
-from engine.draft_buffer.layout import BufferSpec
-from engine.draft_buffer.target_endpoint import BufferHandle, TargetEndpoint, create_draft_buffer
+from engine.draft_buffer.target_endpoint import TargetEndpoint
 from engine.errors import EngineUnavailable
 from engine.messages import Delta, SamplingParams, Submit
 from engine.model.device import set_threads
 from engine.workers.bring_up import bring_up_locally
-from engine.workers.draft_connection import MAX_RELEASED, MAX_REQUEST_TOKENS, FeatureShape
-from engine.workers.draft_worker import DraftWorker
+from engine.workers.draft_connection import MAX_RELEASED, MAX_REQUEST_TOKENS
 from engine.workers.target_shard import TargetShard
 
 NODE = "bench"
 DEADLINE_S = 30.0
 """Seconds after which a silent draft counts as hung. Long, because a busy machine may stop it for a while."""
-START_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +79,29 @@ class _Timed:
         return draft
 
 
+class _Made:
+    """The engine of a variant, and where its steps and tokens go.
+
+    Args:
+        drafter: of the engine.
+    """
+
+    engine: Engine
+
+    def __init__(self, drafter: _Timed) -> None:
+        self.drafter = drafter
+        self.stats: list[StepStats] = []
+        self.tokens: dict[str, list[int]] = {}
+        self.running: set[str] = set()
+
+    def publish(self, deltas: tuple[Delta, ...]) -> None:
+        """Take the deltas of one step."""
+        for delta in deltas:
+            self.tokens[delta.request_id] += delta.token_ids
+            if delta.finish_reason is not None:
+                self.running.discard(delta.request_id)
+
+
 class Bench:
     """A target that all drafts fit, and their processes. Made by `open_bench`.
 
@@ -97,6 +116,7 @@ class Bench:
         self._endpoint = endpoint
         self._info = info
         self._table: CostTable | None = None
+        self._engines: dict[str, _Made] = {}
         config = shard.config
         self._pool = BlockPool(shard.runner.num_blocks, config.kv_block_size, prefix_cache=True)
         set_threads(config, own_threads=shard.runner.model.own_threads)
@@ -104,7 +124,7 @@ class Bench:
     def run(
         self, variant: Variant, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, *, streams: int
     ) -> Seen:
-        """Generate for all prompts in a closed loop.
+        """Generate for all prompts in a closed loop. What a variant has learnt in earlier runs is kept.
 
         Args:
             variant: its draft must be that of this target, or none.
@@ -113,36 +133,41 @@ class Bench:
             streams: requests in flight.
 
         Returns:
-            What was seen, warm-up excluded.
+            What was seen.
         """
-        stats: list[StepStats] = []
-        tokens: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
-        running: set[str] = set()
-
-        def publish(deltas: tuple[Delta, ...]) -> None:
-            for delta in deltas:
-                tokens[delta.request_id] += delta.token_ids
-                if delta.finish_reason is not None:
-                    running.discard(delta.request_id)
-
-        drafter = self._drafter(variant)
-        engine = self._engine(variant, drafter, publish, stats)
+        made = self._engines.get(variant.name)
+        if made is None:
+            made = self._engines[variant.name] = self._make(variant)
+        made.stats.clear()
+        made.drafter.seconds.clear()
+        made.tokens = {str(index): [] for index in range(len(prompts))}
+        made.running.clear()
         waiting = list(enumerate(prompts))[::-1]
-        while waiting or running:
-            while waiting and len(running) < streams:
+        while waiting or made.running:
+            while waiting and len(made.running) < streams:
                 index, prompt = waiting.pop()
-                running.add(str(index))
-                engine.submit(Submit(request_id=str(index), prompt=prompt, sampling=sampling, client="bench"))
-            engine.drain()
-            engine.step()
-        return Seen(tuple(stats), tuple(drafter.seconds), tuple(tuple(each) for each in tokens.values()))
+                made.running.add(str(index))
+                made.engine.submit(Submit(request_id=str(index), prompt=prompt, sampling=sampling, client="bench"))
+            made.engine.drain()
+            made.engine.step()
+        tokens = tuple(tuple(each) for each in made.tokens.values())
+        return Seen(tuple(made.stats), tuple(made.drafter.seconds), tokens)
+
+    def prepare(self, variant: Variant) -> None:
+        """Make the engine of a variant. The costs that its policy needs are timed, which overwrites the KV cache."""
+        self._engines[variant.name] = self._make(variant)
+
+    def _make(self, variant: Variant) -> _Made:
+        made = _Made(self._drafter(variant))
+        made.engine = self._engine(variant, made)
+        return made
 
     def _drafter(self, variant: Variant) -> _Timed:
         remote = self._remote(variant) if variant.draft is not None else None
         vocab_size = self._shard.runner.model.config.vocab_size
         return _Timed(make_drafter(variant.settings, remote, vocab_size=vocab_size, branches=variant.width > 1))
 
-    def _engine(self, variant: Variant, drafter: Drafter, publish: Publish, stats: list[StepStats]) -> Engine:
+    def _engine(self, variant: Variant, made: _Made) -> Engine:
         shard, pool, speculative = self._shard, self._pool, variant.settings
         config = shard.config
         goodput = make_goodput(
@@ -157,12 +182,12 @@ class Bench:
         scheduler = Scheduler(pool, pacer=pacer, plan=lambda: plan, max_model_len=max_len, **limits)
         return Engine(
             scheduler=scheduler,
-            drafter=drafter,
+            drafter=made.drafter,
             verifier=Verifier(shard.forward, block_size=config.kv_block_size, clock=shard.step_clock()),
             committer=Committer(pool, scheduler, max_model_len=max_len),
-            publish=publish,
+            publish=made.publish,
             pacer=pacer,
-            observers=[lambda step, _: stats.append(step)],
+            observers=[lambda step, _: made.stats.append(step)],
         )
 
     def _remote(self, variant: Variant) -> RemoteDrafter:
@@ -193,9 +218,9 @@ class Bench:
             )
             shard.runner.clear()
             if self._endpoint is not None:
-                table = profile_draft(_Kept(self._endpoint).ask_first, table, max_rows=16, max_k=MAX_K)
+                max_rows = shard.config.max_num_requests
+                table = profile_draft(_Kept(self._endpoint).ask_first, table, max_rows=max_rows, max_k=MAX_K)
             self._table = table
-            self._pool = BlockPool(shard.runner.num_blocks, shard.config.kv_block_size, prefix_cache=True)
         return self._table
 
 
@@ -246,48 +271,7 @@ def open_bench(settings: Mapping[str, Any], folder: Path, draft_folder: Path | N
         if draft_folder is None:
             yield Bench(shard, None, None)
             return
-        with _draft_process(shard, draft_folder) as (endpoint, info):
+        with draft_process(shard, draft_folder, node_id=NODE) as (endpoint, info):
             yield Bench(shard, endpoint, info)
     finally:
         shard.close()
-
-
-@contextlib.contextmanager
-def _draft_process(shard: TargetShard, draft_folder: Path) -> Iterator[tuple[TargetEndpoint, DraftInfo]]:
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there, shard.config, draft_folder, shard.folder), daemon=True)
-    process.start()
-    there.close()
-    try:
-        info: DraftInfo = here.recv()
-        model = shard.runner.model
-        width = len(shard.feature_layers) * model.config.hidden_size
-        spec = BufferSpec(
-            max_rows=shard.config.max_num_requests,
-            max_k=MAX_K,
-            max_request_tokens=MAX_REQUEST_TOKENS,
-            max_released=MAX_RELEASED,
-            draft_vocab=info.draft_vocab,
-            target_vocab=model.config.vocab_size,
-            feature_rows=FeatureShape(width, model.dtype.itemsize, shard.config.max_step_tokens).num_rows,
-            feature_width=width,
-            feature_itemsize=model.dtype.itemsize,
-        )
-        endpoint = create_draft_buffer(spec, device="cpu", node_id=NODE, epoch=1)
-        here.send(endpoint.handle())
-        endpoint.wait_open(START_S)
-        yield endpoint, info
-        endpoint.close()
-    finally:
-        process.join(5.0)
-        process.kill()
-
-
-def _serve(pipe: Connection, config: EngineConfig, folder: Path, target_folder: Path) -> None:
-    """A draft's process."""
-    worker = DraftWorker(config, folder, target_folder, node_id=NODE)
-    pipe.send(worker.load())
-    handle: BufferHandle = pipe.recv()
-    worker.connect(handle)
-    worker.run()

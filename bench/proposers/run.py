@@ -1,7 +1,8 @@
 """`paceline bench proposers`: tokens per step, share of drafting and speed of every proposer, alone and merged.
 
 Variants take turns on the same prompts, in rounds of alternating order, so that ratios are those of one machine at one
-time. Greedy requests have to give the same tokens under every variant; a difference is reported as a near-tie or not.
+time. What a variant learns is kept from run to run, as in a server. Greedy requests give the same tokens under every
+variant; how many of them do is counted.
 """
 
 from __future__ import annotations
@@ -9,21 +10,28 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
+import os
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from bench.load.workload import pick, read
 from bench.proposers.local import Bench, Seen, open_bench
 from bench.proposers.variants import Variant, parse_variant
+from deployments.cluster.actors import device_env
 from deployments.cluster.drafts import resolve_draft
 from deployments.text.tokenizer import TextCodec
 from engine.checkpoint.draft_check import check_draft
 from engine.checkpoint.store import resolve_model
+from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.messages import SamplingParams
+from engine.threads import threads_per_shard
 
 
 @dataclass(slots=True)
@@ -42,7 +50,7 @@ class Cell:
     step_s: float = 0.0
     draft_s: float = 0.0
     same: int = 0
-    """Prompts whose tokens are those of the first variant."""
+    """Prompts whose tokens are those of the variant that ran first."""
     prompts: int = 0
 
     def add(self, seen: Seen) -> None:
@@ -91,13 +99,25 @@ def proposers(options: argparse.Namespace) -> int:
     }
     eos = tuple(codec.eos_token_ids)
     sampling = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, stop_token_ids=eos)
-    cells = _measure(options, folder, {name: path for name, (_, path) in drafts.items()}, variants, prompts, sampling)
+    draft_folders = {name: path for name, (_, path) in drafts.items()}
+    cells = _in_a_process(options, folder, draft_folders, variants, prompts, sampling)
     for streams in options.streams:
         console.print(f"\n{streams} streams: tokens per step (share of drafting; tokens/s over {variants[0].name})")
         console.print(table(cells, streams), soft_wrap=True, markup=False)
+        same, number = sum(cell.same for cell in cells), sum(cell.prompts for cell in cells)
+        console.print(f"{same} of {number} responses have the tokens of the variant that ran first")
     if options.out is not None:
         options.out.write_text(json.dumps([asdict(cell) for cell in cells], indent=1) + "\n")
     return 0
+
+
+def _in_a_process(options: argparse.Namespace, *arguments: Any) -> list[Cell]:
+    """`_measure` in a process with the environment that a shard has in a deployment: threads that wait do not spin."""
+    config = EngineConfig.parse({"model": options.model, "device": "cpu"})
+    os.environ.update(device_env(threads_per_shard(config)))
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        plain = argparse.Namespace(**{name: value for name, value in vars(options).items() if name != "run"})
+        return pool.submit(_measure, plain, *arguments).result()
 
 
 def _measure(
@@ -122,17 +142,17 @@ def _measure(
             for name in names
         }
         benches[None] = benches.get(None) or benches[names[0]]
-        for number in range(options.rounds):
+        for variant in variants:  # Costs are timed before the prefix cache holds anything.
+            benches[variant.draft].prepare(variant)
+        for number in range(options.rounds + options.warm_up):
             order = variants if number % 2 == 0 else variants[::-1]
             for streams in options.streams:
                 for kind, kind_prompts in prompts.items():
-                    for variant in order:
-                        if number == 0:  # what is loaded at first use, and the prefix cache
-                            short = SamplingParams(temperature=0.0, max_tokens=2)
-                            benches[variant.draft].run(variant, kind_prompts, short, streams=streams)
                     first: Seen | None = None
                     for variant in order:
                         seen = benches[variant.draft].run(variant, kind_prompts, sampling, streams=streams)
+                        if number < options.warm_up:
+                            continue
                         first = first or seen
                         cell = cells[kind, streams, variant.name]
                         cell.add(seen)

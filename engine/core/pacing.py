@@ -90,6 +90,9 @@ class KChoice:
     """Early-exit threshold: the draft continues only while the product of its confidences is at least this; 0 turns it
     off. The product never depends on the token drawn at the next position, so the distribution of the output stays the
     target's."""
+    least_acceptance: float = 0.0
+    """Of a tree, only nodes that are expected to be accepted with at least this probability are verified; 0 keeps
+    all."""
 
 
 class Prediction(Struct, frozen=True, kw_only=True, gc=False):

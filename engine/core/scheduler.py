@@ -114,7 +114,8 @@ class Scheduler:
                 k_by_match = choice.k_by_match
                 if k_by_match is not None and max(k_by_match) > max_k:
                     k_by_match = tuple(min(lookup_k, max_k) for lookup_k in k_by_match)
-                spans.append(Span(request, request.num_computed, 1, k, True, reason, k_by_match, choice.exit_threshold))
+                limits = (k_by_match, choice.exit_threshold, choice.least_acceptance)
+                spans.append(Span(request, request.num_computed, 1, k, True, reason, *limits))
                 rows_left -= max_k
         budget = max(0, rows_left)
         for request in [r for r in self._running if r.extend_len > 1]:

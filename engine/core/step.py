@@ -61,6 +61,8 @@ class Span(Struct, frozen=True, gc=False):
     """[NUM_MATCH_CLASSES] K of a draft by prompt lookup, by class of its match length; None: `k` for every class."""
     exit_threshold: float = 0.0
     """The draft stops before a position where the product of its confidences is below this; 0: it never stops early."""
+    least_acceptance: float = 0.0
+    """Least expected acceptance of a node of a tree, see `engine.core.pacing.KChoice`."""
 
     @property
     def max_lookup_k(self) -> int:

@@ -20,9 +20,12 @@ from engine.core.pacing import match_class
 from engine.core.step import Batch, Draft, DraftRow, RowVerdict, Span, Verdict
 from engine.lookup.ngram import Lookup, Match
 from engine.messages import WorkloadClass
-from engine.proposals.merge import Proposal, merge
+from engine.proposals.merge import MergedTree, Proposal, merge
 from engine.proposals.rates import SourceRates, num_to_ask
 from engine.tree import branches, chain_parents, children_of, depths
+
+EXPLORE_DRAFTS = 32
+"""One draft in so many keeps nodes that do not seem to be worth their rows, so that expectations stay current."""
 
 
 class _Merged(Struct, frozen=True, gc=False):
@@ -51,6 +54,7 @@ class MergedDrafter:
         self._model = model
         self.rates = rates or SourceRates()
         """What both are expected to yield."""
+        self._num_drafted = 0
         self._merged: dict[int, _Merged] = {}  # of the step that is being verified, by index of the span
 
     def draft(self, batch: Batch) -> Draft:
@@ -111,26 +115,29 @@ class MergedDrafter:
 
     def _row(self, index: int, span: Span, matches: Sequence[Match], drafted: DraftRow) -> DraftRow:
         """The draft of one span. `drafted` is the model's own draft, or the empty row of a span without one."""
-        if not matches:
-            if drafted.token_ids:  # As the model drafted it, with its confidences.
-                self._merged[index] = _Merged((), (), drafted, range(len(drafted.token_ids)))
-            return replace(drafted, reason="no_match") if self._model is None and span.k > 0 else drafted
-        by_choice = span.request.row_sampling.greedy or span.request.row_sampling.coupled
         model = drafted if drafted.token_ids else None
+        if not matches and model is None:
+            return replace(drafted, reason="no_match") if self._model is None and span.k > 0 else drafted
         proposals = [_of_match(match) for match in matches]
         if model is not None:
             proposals.append(self._of_model(span, model, drawn=model.probs is not None))
-        tree = merge(proposals, self._budget(span, matches))
+        explores = self._num_drafted % EXPLORE_DRAFTS == 0
+        self._num_drafted += 1
+        tree = merge(proposals, self._budget(span, matches), 0.0 if explores else span.least_acceptance)
         if not tree.token_ids:
-            return drafted
+            return DraftRow(reason="acceptance") if model is not None else drafted
         self._merged[index] = _Merged(matches, tree.places, model, tree.places[-1])
+        if not matches and model is not None and tree.places[-1] == tuple(range(len(model.token_ids))):
+            return model  # As the model drafted it.
+        by_choice = span.request.row_sampling.greedy or span.request.row_sampling.coupled
         needs_trials = model is not None and not by_choice
         return DraftRow(
             token_ids=tree.token_ids,
             probs=model.probs if model is not None else None,
+            confidences=_confidences(model, tree) if model is not None and not matches else (),
             reason=span.reason if span.k > 0 else "plan",
             source="lookup" if model is None and self._model is not None else "method",
-            match_len=max(match.match_len for match in matches),
+            match_len=max((match.match_len for match in matches), default=0),
             parents=tree.parents if needs_trials or branches(tree.parents) else (),
             trials=tree.trials if needs_trials else (),
         )
@@ -197,6 +204,14 @@ class MergedDrafter:
             if not accepted:
                 return
             node = accepted[0]
+
+
+def _confidences(model: DraftRow, tree: MergedTree) -> tuple[float, ...]:
+    """The model's confidences in the order of a tree that has nothing but its nodes."""
+    if not model.confidences:
+        return ()
+    kept = {node: place for place, node in enumerate(tree.places[-1]) if node >= 0}
+    return tuple(model.confidences[kept[node]] for node in range(len(tree.token_ids)))
 
 
 def _of_match(match: Match) -> Proposal:

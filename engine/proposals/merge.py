@@ -18,8 +18,8 @@ before. Two rules give that.
    leaving it out would depend on the token drawn, and the tokens that q favours would come out too often. A certain
    token that was rejected before changes nothing and is not tried again.
 2. Whether and when a node is visited depends on expectations, on the tokens of nodes visited before, and never on its
-   own token or on one visited later. Expectations come from earlier steps, from lookups and from q. A full budget ends
-   the visits before the next token is looked at, even if that one would be shared.
+   own token or on one visited later. Expectations come from earlier steps, from lookups and from q. A full budget or a
+   low expectation ends the visits before the next token is looked at, even if that one would be shared.
 
 Below a node the argument starts anew: which children it has depends on its path and on its earlier siblings only.
 Greedy and coupled requests compare tokens with the target's choice, so any tree is exact for them.
@@ -77,12 +77,13 @@ class _Visit(Struct, order=True, gc=False):
     """Node of the tree that it belongs under."""
 
 
-def merge(proposals: Sequence[Proposal], budget: int) -> MergedTree:
+def merge(proposals: Sequence[Proposal], budget: int, least: float = 0.0) -> MergedTree:
     """Merge proposals into one tree.
 
     Args:
         proposals: of one request. At most one of them has drawn tokens: a position has one q.
         budget: most nodes of the tree.
+        least: the visits end where no node has a larger cumulative expectation.
     """
     token_ids: list[int] = []
     parents: list[int] = []
@@ -111,6 +112,8 @@ def merge(proposals: Sequence[Proposal], budget: int) -> MergedTree:
         offer_children(index, -1, -1)
     while heap and len(token_ids) < budget:
         visit = heapq.heappop(heap)
+        if -visit.below < least:
+            break
         proposal = proposals[visit.proposal]
         token, q_row = proposal.token_ids[visit.node], -1
         if proposal.q_rows:

@@ -29,7 +29,23 @@ def builder(*, lookup: bool = False, confidences: bool = False) -> ChoiceBuilder
 
 def test_each_k_has_its_reason() -> None:
     choices = builder().build([2, 0, 1], [0, 0, 1], reason="plan", zero_reason="acceptance")
-    assert choices == [KChoice(2, "plan"), KChoice(0, "acceptance"), KChoice(1, "plan")]
+    least = 300.0 * CostModel(cpu_table()).row_s(9, 4)
+    assert choices == [
+        KChoice(2, "plan", least_acceptance=least),
+        KChoice(0, "acceptance"),
+        KChoice(1, "plan", least_acceptance=least),
+    ]
+
+
+def test_a_node_of_a_tree_has_to_be_worth_its_row_unless_acceptance_is_measured() -> None:
+    built = builder(lookup=True)
+    (zero,) = built.build([0], [0], reason="plan", zero_reason="acceptance")
+    assert 0 < zero.least_acceptance < 1, "lookup may draft"
+    (probe,) = built.build([2], [0], reason="probe", zero_reason="acceptance")
+    assert probe.least_acceptance == 0.0
+    built.reprice(BEST, 9, 4, 1e6)
+    (dear,) = built.build([2], [0], reason="plan", zero_reason="acceptance")
+    assert dear.least_acceptance == 1.0
 
 
 def test_the_threshold_is_the_price_of_a_position_over_the_rate_of_the_next_one() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fakes import FixedPacer, RandomPacer, ToyEngine, ToyModel, toy_drafter
+from msgspec import structs
 from reference import generate
 
 from engine.core.drafter import Drafter, empty_rows
@@ -12,7 +13,7 @@ from engine.core.request import Request
 from engine.core.step import Batch, Draft, DraftRow, RowVerdict, Span, Verdict
 from engine.lookup.ngram import Lookup
 from engine.messages import SamplingParams, Submit
-from engine.proposals.drafter import MergedDrafter
+from engine.proposals.drafter import EXPLORE_DRAFTS, MergedDrafter
 
 REPEATING, NEW = [1, 2, 3, 8, 1, 2], [4, 0, 1]
 """The first text has a match, which goes on with 3, 8, 1, 2. The second has none."""
@@ -68,6 +69,19 @@ def test_a_text_with_a_match_gets_both_and_one_without_the_model_s_own() -> None
     assert own == DraftRow((7, 8, 9, 10), confidences=(0.5,) * 4, reason="probe")
     assert 0 < model.asked[0] < model.asked[1] == 4, "less is asked where lookup has something"
     assert draft.draft_s == 1.0
+
+
+def test_nodes_that_are_not_worth_their_rows_are_left_out_but_now_and_then() -> None:
+    drafter = merged(Model(confidence=0.8))
+    (span,) = batch_of(NEW, k=4).spans
+    batch = Batch(1, (structs.replace(span, least_acceptance=0.6),), 0)
+    rows = [drafter.draft(batch).rows[0] for _ in range(2 * EXPLORE_DRAFTS)]
+    assert [len(row.token_ids) for row in rows].count(4) == 2
+    cut = rows[1]
+    assert cut == DraftRow((7, 8), confidences=(0.8, 0.8), reason="probe"), "0.8 and 0.64 are worth it"
+    assert drafter.draft(batch).rows[0] == rows[0], "the next draft explores"
+    (none,) = drafter.draft(Batch(1, (structs.replace(span, least_acceptance=0.9),), 0)).rows
+    assert none == DraftRow(reason="acceptance")
 
 
 def test_a_match_that_fills_the_budget_saves_the_draft_forward() -> None:

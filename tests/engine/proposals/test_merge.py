@@ -51,6 +51,13 @@ def test_the_budget_counts_nodes(budget: int, tokens: tuple[int, ...]) -> None:
     assert merge([chain("123", 0.9, 0.9, 0.9), chain("7", 0.1)], budget).token_ids == tokens
 
 
+def test_nodes_of_little_expectation_are_left_out() -> None:
+    proposals = [chain("123", 0.9, 0.5, 0.9), chain("7", 0.42)]
+    assert merge(proposals, 9, 0.4).token_ids == (1, 2, 7, 3)
+    assert merge(proposals, 9, 0.43).token_ids == (1, 2)
+    assert merge(proposals, 9, 0.95).token_ids == ()
+
+
 def test_a_drawn_token_is_tried_again_where_a_certain_one_was_rejected() -> None:
     certain, drawn = chain("12", 0.9, 0.9), chain("13", 0.5, 0.9, drawn=True)
     tree = merge([certain, drawn], 5)
