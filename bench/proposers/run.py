@@ -3,6 +3,9 @@
 Variants take turns on the same prompts, in rounds of alternating order, so that ratios are those of one machine at one
 time. What a variant learns is kept from run to run, as in a server. Greedy requests give the same tokens under every
 variant; how many of them do is counted.
+
+Other processes only add time. So a step counts with the lower quartile of the durations that the variant's steps of as
+many rows had, and so does its drafting.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import multiprocessing
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +51,16 @@ class Cell:
     drafted: int = 0
     accepted: int = 0
     step_s: float = 0.0
+    """Seconds of those steps, as they were."""
+    usual_s: float = 0.0
+    """The same with the usual duration of each step. Set by `settle`."""
     draft_s: float = 0.0
+    """Seconds of drafting, usual ones. Set by `settle`."""
     same: int = 0
     """Prompts whose tokens are those of the variant that ran first."""
     prompts: int = 0
+    steps: list[tuple[int, float, float]] = field(default_factory=list)
+    """Rows, seconds and seconds of drafting of each step."""
 
     def add(self, seen: Seen) -> None:
         """Add a run. Steps with prompts are left out: their time is that of the prompts."""
@@ -62,7 +71,7 @@ class Cell:
                 self.drafted += step.num_drafted
                 self.accepted += step.num_accepted
                 self.step_s += step.step_s
-                self.draft_s += draft_s
+                self.steps.append((step.num_rows, step.step_s, draft_s))
 
     @property
     def tokens_per_step(self) -> float:
@@ -72,12 +81,25 @@ class Cell:
     @property
     def draft_share(self) -> float:
         """Share of the time of a step that drafting takes."""
-        return self.draft_s / self.step_s if self.step_s else 0.0
+        return self.draft_s / self.usual_s if self.usual_s else 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second of step time."""
-        return self.emitted / self.step_s if self.step_s else 0.0
+        """Tokens per second of usual step time."""
+        return self.emitted / self.usual_s if self.usual_s else 0.0
+
+
+def settle(cells: Sequence[Cell]) -> None:
+    """Set the usual durations of cells of one variant and one number of streams."""
+    by_rows: dict[int, tuple[list[float], list[float]]] = {}
+    for cell in cells:
+        for rows, step_s, draft_s in cell.steps:
+            for seconds, value in zip(by_rows.setdefault(rows, ([], [])), (step_s, draft_s), strict=True):
+                seconds.append(value)
+    usual = {rows: tuple(sorted(seconds)[len(seconds) // 4] for seconds in both) for rows, both in by_rows.items()}
+    for cell in cells:
+        cell.usual_s = sum(usual[rows][0] for rows, *_ in cell.steps)
+        cell.draft_s = sum(usual[rows][1] for rows, *_ in cell.steps)
 
 
 def proposers(options: argparse.Namespace) -> int:
@@ -102,12 +124,16 @@ def proposers(options: argparse.Namespace) -> int:
     draft_folders = {name: path for name, (_, path) in drafts.items()}
     cells = _in_a_process(options, folder, draft_folders, variants, prompts, sampling)
     for streams in options.streams:
+        for variant in variants:
+            settle([cell for cell in cells if (cell.streams, cell.variant) == (streams, variant.name)])
         console.print(f"\n{streams} streams: tokens per step (share of drafting; tokens/s over {variants[0].name})")
         console.print(table(cells, streams), soft_wrap=True, markup=False)
         same, number = sum(cell.same for cell in cells), sum(cell.prompts for cell in cells)
         console.print(f"{same} of {number} responses have the tokens of the variant that ran first")
     if options.out is not None:
-        options.out.write_text(json.dumps([asdict(cell) for cell in cells], indent=1) + "\n")
+        options.out.write_text(
+            json.dumps([asdict(cell) | {"steps": len(cell.steps)} for cell in cells], indent=1) + "\n"
+        )
     return 0
 
 
@@ -184,7 +210,7 @@ def _entry(cells: Sequence[Cell], base: Sequence[Cell]) -> str:
         for part in parts:
             total.emitted += part.emitted
             total.request_steps += part.request_steps
-            total.step_s += part.step_s
+            total.usual_s += part.usual_s
             total.draft_s += part.draft_s
     gain = whole.tokens_per_s / first.tokens_per_s if first.tokens_per_s else 0.0
     return f"{whole.tokens_per_step:.2f} ({100 * whole.draft_share:.0f} %; {gain:.2f})"

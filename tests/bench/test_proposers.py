@@ -9,7 +9,7 @@ from step_stats import step_stats
 from tiny_models import write_model
 
 from bench.proposers.local import Seen, open_bench
-from bench.proposers.run import Cell, table
+from bench.proposers.run import Cell, settle, table
 from bench.proposers.variants import parse_variant
 from engine.errors import ConfigError, EngineUnavailable
 from engine.messages import SamplingParams
@@ -49,11 +49,22 @@ def test_a_table_has_ratios_to_the_first_variant() -> None:
         cells, [seen(2, 1.0, 0.0), seen(5, 2.0, 0.5), seen(2, 1.0, 0.0), seen(6, 1.0, 0.1)], strict=True
     ):
         cell.add(run)
+        settle([cell])
     assert (cells[1].emitted, cells[1].request_steps) == (10, 4)
     lines = table(cells, 1).splitlines()
     assert lines[0] == "| proposer | qa | rag | all |"
     assert lines[2] == "| off | 1.00 (0 %; 1.00) | 1.00 (0 %; 1.00) | 1.00 (0 %; 1.00) |"
     assert lines[3] == "| head | 2.50 (25 %; 1.25) | 3.00 (10 %; 3.00) | 2.75 (20 %; 1.83) |"
+
+
+def test_a_step_counts_with_the_usual_duration_of_its_rows() -> None:
+    """Of four steps of three rows, one was disturbed; the single step of nine rows is as long as it was."""
+    cells = [Cell(kind, 1, "head") for kind in ("qa", "rag")]
+    times = [(3, 1.0, 0.1), (3, 1.2, 0.2), (3, 8.0, 4.0), (3, 1.1, 0.1), (9, 2.0, 0.5)]
+    cells[0].steps, cells[1].steps = times[:3], times[3:]
+    settle(cells)
+    assert [cell.usual_s for cell in cells] == pytest.approx([3 * 1.1, 1.1 + 2.0])
+    assert [cell.draft_s for cell in cells] == pytest.approx([3 * 0.1, 0.1 + 0.5])
 
 
 def test_every_variant_generates_the_same_tokens(tmp_path: Path) -> None:
