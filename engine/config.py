@@ -69,8 +69,9 @@ class SpeculativeConfig(Settings):
     threshold_max_batch: Annotated[int, Field(ge=1)] = 16
     """Policy `threshold`: no drafting at this many decoding requests or more."""
     tree: Literal["off", "auto"] = "off"
-    """Whether drafts may branch: `off` (every draft is a chain) or `auto` (K is the number of nodes of a tree, of the
-    draft and of prompt lookup). On cuda a draft model reads each level of a tree before it drafts the next one."""
+    """Whether drafts may branch: `off` (every draft is a chain) or `auto` (the draft and prompt lookup are merged into
+    one tree per request, and K is the number of its nodes). On cuda a draft model reads each level of a tree before it
+    drafts the next one."""
     tree_width: Annotated[int, Field(ge=1, le=MAX_WIDTH)] = 3
     """With `tree`: most children of a node, and most nodes of a level that get children; 1 is the same as `off`."""
     lookup: bool = True

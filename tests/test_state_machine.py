@@ -18,8 +18,9 @@ from toy_requests import prompts
 from tree_drafts import RandomTrees
 
 from engine.core.drafter import Drafter, NoDrafter
-from engine.lookup.ngram import NgramDrafter
+from engine.lookup.ngram import Lookup, NgramDrafter
 from engine.messages import SamplingParams, SpeculativeOptions, Submit
+from engine.proposals.drafter import MergedDrafter
 
 VOCAB = 7
 MAX_MODEL_LEN = 32
@@ -43,7 +44,9 @@ class EngineMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4]),
         spare_tokens=st.sampled_from([0, 6, 60]),
         prefix_cache=st.booleans(),
-        method=st.sampled_from(["none", "ngram", "draft_model", "model_trees", "trees", "certain_trees"]),
+        method=st.sampled_from(
+            ["none", "ngram", "draft_model", "model_trees", "merged_trees", "trees", "certain_trees"]
+        ),
         max_num_requests=st.integers(1, 4),
         max_step_tokens=st.sampled_from([4, 9, 32]),
         seed=st.integers(0, 2**32),
@@ -93,8 +96,11 @@ class EngineMachine(RuleBasedStateMachine):
             model = ToyModel(vocab_size=VOCAB, seed=3, blend=0.3)
             return RandomTrees(model, self.seed, certain=self.method == "certain_trees")
         draft = ToyModel(vocab_size=VOCAB, num_blocks=16, block_size=self.block_size, seed=3, blend=0.3)
-        width = 3 if self.method == "model_trees" else 1
-        return toy_drafter(draft, num_blocks=16, max_request_tokens=12, width=width)
+        width = 3 if self.method in ("model_trees", "merged_trees") else 1
+        model_drafter = toy_drafter(draft, num_blocks=16, max_request_tokens=12, width=width)
+        if self.method == "merged_trees":
+            return MergedDrafter(Lookup(min_size=1, max_size=3), model_drafter)
+        return model_drafter
 
     @rule(
         prompt=prompts(VOCAB),

@@ -32,7 +32,7 @@ class ChoiceBuilder:
         self._cost = cost
         self._acceptance = acceptance
         self._lookup = lookup
-        self._price = self._row_price = 0.0
+        self._price = self._row_price = self._node_price = 0.0
         self._lookup_ks: list[tuple[int, ...]] | None = None
 
     @property
@@ -53,6 +53,8 @@ class ChoiceBuilder:
         """
         row_s = self._cost.row_s(rows, PRICED_ROWS)
         self._row_price = min(1.0, goodput * row_s)
+        num_drafting = max(1, int((best.ks > 0).sum()))
+        self._node_price = goodput * self._cost.pass_s(num_drafting) / num_drafting
         num_deep = max(1, int((best.ks > 1).sum()))
         saved_s = self._cost.pass_s(num_deep) / num_deep**2 if self._cost.positions_per_pass == 1 else 0.0
         self._price = goodput * (row_s + saved_s)
@@ -88,7 +90,8 @@ class ChoiceBuilder:
                     reason if k > 0 else zero_reason,
                     k_by_match=self._k_by_match(workload, lookup_allowed=lookup_allowed),
                     exit_threshold=self._exit_threshold(k, workload),
-                    least_acceptance=self._least(k, reason),
+                    least_acceptance=self._least(k, reason, lookup_allowed=lookup_allowed),
+                    node_price=self._node_price if k > 0 and reason != "probe" else 0.0,
                 )
                 built[pair] = choice
             choices.append(choice)
@@ -104,9 +107,10 @@ class ChoiceBuilder:
             return None
         return self._lookup_ks[workload] if lookup_allowed else _NO_LOOKUP
 
-    def _least(self, k: int, reason: KReason) -> float:
+    def _least(self, k: int, reason: KReason, *, lookup_allowed: bool) -> float:
         """A row is worth its time where it is accepted at least this often. A probe measures, so it keeps all nodes."""
-        return 0.0 if reason == "probe" or (k == 0 and self._lookup_ks is None) else self._row_price
+        measures = reason == "probe" if k > 0 else self._lookup_ks is None or not lookup_allowed
+        return 0.0 if measures else self._row_price
 
     def _exit_threshold(self, k: int, workload: int) -> float:
         """The draft goes on while the product of its confidences is at least this."""

@@ -4,8 +4,8 @@ Variants take turns on the same prompts, in rounds of alternating order, so that
 time. What a variant learns is kept from run to run, as in a server. Greedy requests give the same tokens under every
 variant; how many of them do is counted.
 
-Other processes only add time. So a step counts with the lower quartile of the durations that the variant's steps of as
-many rows had, and so does its drafting.
+Other processes only add time. So a step counts with the lower quartile of the durations that the variant's steps of the
+same kind had, and so does its drafting.
 """
 
 from __future__ import annotations
@@ -37,6 +37,16 @@ from engine.messages import SamplingParams
 from engine.threads import threads_per_shard
 
 
+@dataclass(frozen=True, slots=True)
+class StepKind:
+    """Steps that take the same time but for what else the machine does."""
+
+    rows: int
+    """Rows of the target's forward."""
+    model_depth: int
+    """Levels of the deepest draft where a model drafted; 0 where none did."""
+
+
 @dataclass(slots=True)
 class Cell:
     """Sums of one variant on one kind of work at one number of streams."""
@@ -59,8 +69,8 @@ class Cell:
     same: int = 0
     """Prompts whose tokens are those of the variant that ran first."""
     prompts: int = 0
-    steps: list[tuple[int, float, float]] = field(default_factory=list)
-    """Rows, seconds and seconds of drafting of each step."""
+    steps: list[tuple[StepKind, float, float]] = field(default_factory=list)
+    """Kind of each step, its seconds and its seconds of drafting."""
 
     def add(self, seen: Seen) -> None:
         """Add a run. Steps with prompts are left out: their time is that of the prompts."""
@@ -71,7 +81,8 @@ class Cell:
                 self.drafted += step.num_drafted
                 self.accepted += step.num_accepted
                 self.step_s += step.step_s
-                self.steps.append((step.num_rows, step.step_s, draft_s))
+                kind = StepKind(step.num_rows, step.depth if step.draft_s > 0 else 0)
+                self.steps.append((kind, step.step_s, draft_s))
 
     @property
     def tokens_per_step(self) -> float:
@@ -91,15 +102,15 @@ class Cell:
 
 def settle(cells: Sequence[Cell]) -> None:
     """Set the usual durations of cells of one variant and one number of streams."""
-    by_rows: dict[int, tuple[list[float], list[float]]] = {}
+    by_kind: dict[StepKind, tuple[list[float], list[float]]] = {}
     for cell in cells:
-        for rows, step_s, draft_s in cell.steps:
-            for seconds, value in zip(by_rows.setdefault(rows, ([], [])), (step_s, draft_s), strict=True):
+        for kind, step_s, draft_s in cell.steps:
+            for seconds, value in zip(by_kind.setdefault(kind, ([], [])), (step_s, draft_s), strict=True):
                 seconds.append(value)
-    usual = {rows: tuple(sorted(seconds)[len(seconds) // 4] for seconds in both) for rows, both in by_rows.items()}
+    usual = {kind: tuple(sorted(seconds)[len(seconds) // 4] for seconds in both) for kind, both in by_kind.items()}
     for cell in cells:
-        cell.usual_s = sum(usual[rows][0] for rows, *_ in cell.steps)
-        cell.draft_s = sum(usual[rows][1] for rows, *_ in cell.steps)
+        cell.usual_s = sum(usual[kind][0] for kind, *_ in cell.steps)
+        cell.draft_s = sum(usual[kind][1] for kind, *_ in cell.steps)
 
 
 def proposers(options: argparse.Namespace) -> int:

@@ -93,6 +93,8 @@ class KChoice:
     least_acceptance: float = 0.0
     """Of a tree, only nodes that are expected to be accepted with at least this probability are verified; 0 keeps
     all."""
+    node_price: float = 0.0
+    """Of a tree, the tokens that the step could yield in the time that the draft takes for one node."""
 
 
 class Prediction(Struct, frozen=True, kw_only=True, gc=False):

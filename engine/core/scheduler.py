@@ -114,7 +114,7 @@ class Scheduler:
                 k_by_match = choice.k_by_match
                 if k_by_match is not None and max(k_by_match) > max_k:
                     k_by_match = tuple(min(lookup_k, max_k) for lookup_k in k_by_match)
-                limits = (k_by_match, choice.exit_threshold, choice.least_acceptance)
+                limits = (k_by_match, choice.exit_threshold, choice.least_acceptance, choice.node_price)
                 spans.append(Span(request, request.num_computed, 1, k, True, reason, *limits))
                 rows_left -= max_k
         budget = max(0, rows_left)

@@ -63,6 +63,8 @@ class Span(Struct, frozen=True, gc=False):
     """The draft stops before a position where the product of its confidences is below this; 0: it never stops early."""
     least_acceptance: float = 0.0
     """Least expected acceptance of a node of a tree, see `engine.core.pacing.KChoice`."""
+    node_price: float = 0.0
+    """Price of a node that the draft model is asked for, see `engine.core.pacing.KChoice`."""
 
     @property
     def max_lookup_k(self) -> int:

@@ -111,7 +111,7 @@ class MergedDrafter:
         certain = [reach for match in matches for reach in _cumulative(match)]
         budget = self._budget(span, matches)
         of_places = self.rates.of_places(span.request.submit.sampling.workload, budget)
-        return min(span.k, num_to_ask(certain, of_places))
+        return min(span.k, num_to_ask(certain, of_places, span.node_price))
 
     def _row(self, index: int, span: Span, matches: Sequence[Match], drafted: DraftRow) -> DraftRow:
         """The draft of one span. `drafted` is the model's own draft, or the empty row of a span without one."""

@@ -135,13 +135,22 @@ class SourceRates:
         return share
 
 
-def num_to_ask(certain: Sequence[float], of_places: Sequence[float]) -> int:
-    """How many nodes of the model are among the likeliest len(of_places) nodes of both.
+def num_to_ask(certain: Sequence[float], of_places: Sequence[float], price: float = 0.0) -> int:
+    """How many nodes to ask the model for, beside what lookup has.
+
+    Nodes of the model are worth what they add to the expected acceptances of the likeliest len(of_places) nodes of
+    both, less their price.
 
     Args:
         certain: cumulative expectation of each node of the lookups, in any order.
         of_places: the same of the model's nodes, by place; its length is the budget.
+        price: of one node of the model, in tokens.
     """
     budget = len(of_places)
-    best = sorted([*((-share, 0) for share in certain), *((-share, 1) for share in of_places)])[:budget]
-    return sum(is_model for _, is_model in best)
+    best, found = sum(sorted(certain, reverse=True)[:budget]), 0
+    for number in range(1, budget + 1):
+        likeliest = sorted([*certain, *of_places[:number]], reverse=True)[:budget]
+        worth = sum(likeliest) - number * price
+        if worth > best + 1e-9:
+            best, found = worth, number
+    return found

@@ -9,7 +9,7 @@ from step_stats import step_stats
 from tiny_models import write_model
 
 from bench.proposers.local import Seen, open_bench
-from bench.proposers.run import Cell, settle, table
+from bench.proposers.run import Cell, StepKind, settle, table
 from bench.proposers.variants import parse_variant
 from engine.errors import ConfigError, EngineUnavailable
 from engine.messages import SamplingParams
@@ -57,10 +57,11 @@ def test_a_table_has_ratios_to_the_first_variant() -> None:
     assert lines[3] == "| head | 2.50 (25 %; 1.25) | 3.00 (10 %; 3.00) | 2.75 (20 %; 1.83) |"
 
 
-def test_a_step_counts_with_the_usual_duration_of_its_rows() -> None:
-    """Of four steps of three rows, one was disturbed; the single step of nine rows is as long as it was."""
+def test_a_step_counts_with_the_usual_duration_of_its_kind() -> None:
+    """Of four steps without a model one was disturbed; the single step with one is as long as it was."""
     cells = [Cell(kind, 1, "head") for kind in ("qa", "rag")]
-    times = [(3, 1.0, 0.1), (3, 1.2, 0.2), (3, 8.0, 4.0), (3, 1.1, 0.1), (9, 2.0, 0.5)]
+    few, many = StepKind(3, 0), StepKind(3, 2)
+    times = [(few, 1.0, 0.1), (few, 1.2, 0.2), (few, 8.0, 4.0), (few, 1.1, 0.1), (many, 2.0, 0.5)]
     cells[0].steps, cells[1].steps = times[:3], times[3:]
     settle(cells)
     assert [cell.usual_s for cell in cells] == pytest.approx([3 * 1.1, 1.1 + 2.0])

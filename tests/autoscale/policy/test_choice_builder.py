@@ -29,11 +29,12 @@ def builder(*, lookup: bool = False, confidences: bool = False) -> ChoiceBuilder
 
 def test_each_k_has_its_reason() -> None:
     choices = builder().build([2, 0, 1], [0, 0, 1], reason="plan", zero_reason="acceptance")
-    least = 300.0 * CostModel(cpu_table()).row_s(9, 4)
+    cost = CostModel(cpu_table())
+    least, price = 300.0 * cost.row_s(9, 4), 300.0 * cost.pass_s(3) / 3
     assert choices == [
-        KChoice(2, "plan", least_acceptance=least),
+        KChoice(2, "plan", least_acceptance=least, node_price=price),
         KChoice(0, "acceptance"),
-        KChoice(1, "plan", least_acceptance=least),
+        KChoice(1, "plan", least_acceptance=least, node_price=price),
     ]
 
 
@@ -42,7 +43,9 @@ def test_a_node_of_a_tree_has_to_be_worth_its_row_unless_acceptance_is_measured(
     (zero,) = built.build([0], [0], reason="plan", zero_reason="acceptance")
     assert 0 < zero.least_acceptance < 1, "lookup may draft"
     (probe,) = built.build([2], [0], reason="probe", zero_reason="acceptance")
-    assert probe.least_acceptance == 0.0
+    assert (probe.least_acceptance, probe.node_price) == (0.0, 0.0)
+    (off,) = built.build([0], [0], reason="probe", zero_reason="acceptance")
+    assert off == zero, "while the model does not draft, lookup still has to pay"
     built.reprice(BEST, 9, 4, 1e6)
     (dear,) = built.build([2], [0], reason="plan", zero_reason="acceptance")
     assert dear.least_acceptance == 1.0

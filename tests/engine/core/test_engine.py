@@ -21,11 +21,20 @@ from engine.core.drafter import Drafter, NoDrafter
 from engine.core.step import ForwardInput, ForwardResult
 from engine.draft.first_of import FirstOf
 from engine.errors import ConfigError, ShardDown
-from engine.lookup.ngram import NgramDrafter
+from engine.lookup.ngram import Lookup, NgramDrafter
 from engine.messages import SamplingParams, SpeculativeOptions, Submit
+from engine.proposals.drafter import MergedDrafter
 
 VOCAB = 7
-METHODS = ("none", "ngram", "draft_model", "draft_model_reduced", "draft_model_small_pool", "draft_model+lookup")
+METHODS = (
+    "none",
+    "ngram",
+    "draft_model",
+    "draft_model_reduced",
+    "draft_model_small_pool",
+    "draft_model+lookup",
+    "merged",
+)
 
 
 def make_drafter(method: str, block_size: int) -> Drafter:
@@ -36,6 +45,9 @@ def make_drafter(method: str, block_size: int) -> Drafter:
     if method.endswith("+lookup"):
         model = make_drafter(method.removesuffix("+lookup"), block_size)
         return FirstOf(NgramDrafter(min_size=2, max_size=3), model, source="lookup")
+    if method == "merged":
+        model = make_drafter("draft_model", block_size)
+        return MergedDrafter(Lookup(min_size=1, max_size=3), model)
     if method == "draft_model_reduced":
         draft = ToyModel(vocab_size=VOCAB, columns=5, block_size=block_size, seed=3)
         return toy_drafter(draft, vocab=torch.tensor([6, 1, 4, 0, 2]), max_request_tokens=9)

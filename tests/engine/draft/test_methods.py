@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fakes import ToyModel, toy_drafter
 
-from engine.config import SpeculativeConfig
+from engine.config import Method, SpeculativeConfig
 from engine.core.drafter import NoDrafter
 from engine.core.request import Request
 from engine.core.step import Batch, Draft, DraftRow, Span
@@ -18,10 +18,10 @@ REPEATING, NEW = [1, 2, 3, 1, 2], [4, 0, 1]
 """The first text has a match for prompt lookup, the second has none."""
 
 
-def sources(config: SpeculativeConfig) -> list[str]:
+def sources(config: SpeculativeConfig, *, branches: bool = False) -> list[str]:
     """For both texts: which source drafted, or the reason for no draft."""
     remote = toy_drafter(ToyModel(vocab_size=VOCAB)) if config.method in ("draft_model", "eagle") else None
-    drafter = make_drafter(config, remote, vocab_size=VOCAB)
+    drafter = make_drafter(config, remote, vocab_size=VOCAB, branches=branches)
     spans = []
     for key, tokens in enumerate((REPEATING, NEW)):
         submit = Submit(request_id=str(key), prompt=tuple(tokens), sampling=SamplingParams(temperature=0.0))
@@ -43,6 +43,17 @@ def sources(config: SpeculativeConfig) -> list[str]:
 )
 def test_each_method_drafts_from_its_sources(config: SpeculativeConfig, expected: list[str]) -> None:
     assert sources(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("method", "first"), [("ngram", ["method", "no_match"]), ("draft_model", ["method", "method"])]
+)
+def test_with_branches_lookup_and_model_are_merged(method: Method, first: list[str]) -> None:
+    draft = "d" if method == "draft_model" else None
+    config = SpeculativeConfig(method=method, draft=draft, ngram_min=2, tree="auto")
+    assert sources(config, branches=True) == first
+    alone = SpeculativeConfig(method="draft_model", draft="d", lookup=False)
+    assert sources(alone, branches=True) == ["method", "method"]
 
 
 def test_wrong_drafts_wrap_the_method() -> None:

@@ -64,6 +64,14 @@ def test_the_model_is_asked_for_what_lookup_leaves(certain: list[float], of_plac
     assert num_to_ask(certain, of_places) == asked
 
 
+def test_the_model_is_asked_for_less_where_a_node_has_a_price() -> None:
+    places = [0.6, 0.5, 0.4, 0.3]
+    asked = [num_to_ask([0.7, 0.35], places, price) for price in (0.0, 0.1, 0.2, 0.7)]
+    # Beside 0.7 and 0.35: four rows hold 0.6 and 0.5 for nothing in return, a third one displaces 0.35.
+    assert asked == [3, 2, 2, 0]
+    assert num_to_ask([], places, 0.45) == 2
+
+
 def test_places_follow_what_was_accepted() -> None:
     rates = SourceRates()
     prior = rates.of_places("greedy", 4)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from reference import Spelling, equal_logprobs, generate, processed, sequence_distribution, target_distribution
 from statistic import joint_p_value, p_value
 from toy_requests import asked_again, submits_lists
-from tree_drafts import RandomTrees
+from tree_drafts import RandomMerges, RandomTrees
 
 from engine.core.acceptance import AcceptanceKind
 from engine.core.drafter import Drafter, NoDrafter
@@ -56,7 +56,7 @@ SPELLING = Spelling(
 )
 METHODS = (
     *("none", "ngram", "draft_model", "draft_model_reduced", "draft_model_small_pool", "draft_model_on_device"),
-    *("trees", "certain_trees"),
+    *("trees", "certain_trees", "merged_trees"),
 )
 
 
@@ -67,6 +67,8 @@ def make_drafter(method: str, block_size: int = 4, sharpness: float = 1.5) -> Dr
         return FirstOf(GrammarDrafter(), NgramDrafter(min_size=1, max_size=3), source="grammar")
     if method.endswith("trees"):
         model = ToyModel(vocab_size=VOCAB, seed=3, blend=0.3, sharpness=sharpness)
+        if method == "merged_trees":
+            return RandomMerges(model, 7)
         return RandomTrees(model, 7, certain=method == "certain_trees")
     if method == "draft_model_reduced":
         draft = ToyModel(
@@ -191,6 +193,7 @@ COMBINATIONS = [(name,) for name in OPTIONS] + list(
             ("draft_model_reduced", 80, "each"),
         ),
         *(("trees", 150, "together"), ("trees", 150, "each"), ("certain_trees", 80, "each")),
+        *(("merged_trees", 80, "together"), ("merged_trees", 80, "each")),
     ],
 )
 def test_each_option_and_each_pair_follows_its_distribution_in_one_mixed_batch(
