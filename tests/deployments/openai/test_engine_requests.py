@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from api_harness import CHAT, CODEC, LIMITS
+import xgrammar
+from api_harness import CHAT, CODEC, LIMITS, tool_codec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_tokenizer import TEMPLATE, byte_level
 from tokenizers import AddedToken
+from tool_texts import ONE, TOOLS
+from xgrammar.testing import _is_grammar_accept_string
 
 from deployments.errors import ContextLengthExceeded
-from deployments.openai.engine_requests import MIN_TEMPERATURE, make_submits
+from deployments.openai.engine_requests import MIN_TEMPERATURE, choose_grammar, make_submits
 from deployments.openai.requests import ChatBody, CompletionBody
 from deployments.text.tokenizer import TextCodec
 from engine.errors import InvalidRequest
@@ -72,6 +75,27 @@ def test_no_value_of_an_option_makes_a_choice_of_what_is_no_number(
     assert probs.sum().item() == pytest.approx(1.0, abs=1e-4)
     token = int(draw(probs, gumbel([seed], torch.arange(VOCAB)))[0])
     assert probs[0, token] > 0
+
+
+@pytest.mark.parametrize(
+    ("choice", "is_parallel", "takes_two"),
+    [
+        ("required", None, True),
+        ("required", True, True),
+        ("required", False, False),
+        ({"type": "function", "function": {"name": "weather"}}, True, False),
+    ],
+)
+def test_a_forced_answer_holds_several_calls_unless_one_is_named_or_asked_for(
+    choice: Any, is_parallel: bool | None, takes_two: bool
+) -> None:
+    fields = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": is_parallel}
+    body = ChatBody.model_validate_json(json.dumps({**CHAT, **fields}))
+    spec = choose_grammar(body, tool_codec("hermes"), checked)
+    assert spec is not None
+    grammar = xgrammar.Grammar.from_ebnf(spec.text)
+    assert _is_grammar_accept_string(grammar, ONE)
+    assert _is_grammar_accept_string(grammar, f"{ONE}\n{ONE}") == takes_two
 
 
 @pytest.mark.parametrize("temperature", [0, *TINY[:-1]])

@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 from pydantic import ValidationError
 
+from deployments.openai.fields import value_error
 from deployments.openai.requests import ChatBody, CompletionBody
 from engine.config import MAX_K
 
@@ -183,3 +184,7 @@ def test_what_a_body_asks_of_its_stream(given: dict[str, Any], expected: tuple[o
 def test_what_does_not_go_together(given: dict[str, Any]) -> None:
     assert not is_accepted(CHAT | given)
     assert all(is_accepted(CHAT | {"stream": True, name: value}) for name, value in given.items() if name != "stream")
+
+
+def test_braces_in_the_text_of_an_error_stay_as_they_are() -> None:
+    assert str(value_error("must be like {type}, not {0}")) == "must be like {type}, not {0}"

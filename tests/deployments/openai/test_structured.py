@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from deployments.openai.structured import MAX_DEPTH, MAX_GRAMMAR_LEN, check_grammar
 from engine.errors import InvalidRequest
-from engine.messages import GrammarSpec
+from engine.messages import CheckedGrammar, GrammarSpec
 from engine.sampling.grammar import checked
 
 SCHEMA = {
@@ -105,6 +105,22 @@ def test_size_is_limited_before_anything_is_compiled() -> None:
     with pytest.raises(InvalidRequest, match="at most") as caught:
         check_grammar(GrammarSpec(kind="json_schema", text=" " * (MAX_GRAMMAR_LEN + 1)), "guided_json", checked)
     assert caught.value.field == "guided_json"
+
+
+def test_a_schema_may_be_nested_as_deep_as_the_limit() -> None:
+    """Brackets next to one another are no deeper than one of them."""
+
+    def check(text: str) -> str:
+        return check_grammar(
+            GrammarSpec(kind="json_schema", text=text),
+            "guided_json",
+            lambda spec, before="": CheckedGrammar(ebnf="rules"),
+        )
+
+    assert check("[" * MAX_DEPTH + "]" * MAX_DEPTH) == "rules"
+    assert check("[" + "{}[]" * MAX_DEPTH + "]") == "rules"
+    with pytest.raises(InvalidRequest, match="guided_json is nested deeper than 64 levels"):
+        check("{[" * (MAX_DEPTH // 2) + "[" + "]" + "]}" * (MAX_DEPTH // 2))
 
 
 keywords = st.sampled_from(
