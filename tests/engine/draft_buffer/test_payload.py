@@ -40,6 +40,14 @@ def test_probabilities_and_features_share_the_payload_without_overlap(itemsize: 
         assert not any(memory.buffer[: block_bytes(spec)]), "the payload is after the control block"
 
 
+def test_results_are_read_to_the_host_with_their_values_and_types() -> None:
+    tensors = [torch.tensor([[1, 2**31 - 1]]), torch.tensor([0.25, -3.5]), torch.tensor([-7], dtype=torch.int32)]
+    with contextlib.closing(SharedMemory.create(host_bytes(SPEC, on_gpu=False))) as memory:
+        read = HostPayload(memory, SPEC).read(tensors)
+    assert [array.tolist() for array in read] == [[[1, 2**31 - 1]], [0.25, -3.5], [-7]]
+    assert [array.dtype.name for array in read] == ["int64", "float32", "int32"]
+
+
 def test_a_spec_without_features_has_none() -> None:
     assert Views.of(torch.zeros(SPEC.payload_bytes, dtype=torch.uint8), SPEC).features is None
 
