@@ -161,10 +161,6 @@ class DraftEndpoint:
         self._request = None
         self._ring()
 
-    def beat(self) -> None:
-        """Record a heartbeat. The target reports its age when the draft misses a deadline."""
-        self._block.beat()
-
     def close(self) -> None:
         """Unmap the buffer. Idempotent. Views of the payload must be gone."""
         self._doorbell.close()

@@ -98,6 +98,19 @@ def test_a_text_longer_than_the_memory_keeps_its_end() -> None:
     assert texts.find([100, 101, 102, 103], 0, 1) is None
 
 
+def test_after_a_billion_tokens_the_texts_are_forgotten_and_positions_start_again() -> None:
+    texts = SharedText(SMALL)
+    texts._next = (1 << 30) - 6
+    texts.add([1, 2, 3, 4, 5], 0)  # with its separator it ends at the limit
+    assert texts.find([1, 2, 3, 4], 0, 2) == Found((5,), 4)
+    texts.add([11, 12, 13, 14, 15, 16], 0)
+    assert texts.find([1, 2, 3, 4], 0, 2) is None
+    assert texts.find([11, 12, 13, 14], 0, 2) == Found((15, 16), 4)
+    texts.add([1, 2, 3, 4, 6], 0)
+    assert texts.find([1, 2, 3, 4], 0, 2) == Found((6,), 4)
+    assert texts.find([13, 14, 15, 16], 0, 1) is None, "a text ends where it ended"
+
+
 def test_too_little_memory_is_refused() -> None:
     with pytest.raises(ValueError, match=r"num_bytes: 1000 given, at least 16384 are needed"):
         SharedText(1000)
