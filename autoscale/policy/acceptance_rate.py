@@ -146,7 +146,7 @@ class Acceptance:
         self._grow()
         records = self._records
         factors = [record.factor if (record := records.get(key)) is not None else 1.0 for key in keys]
-        rates = self._rates[class_rows, :width]
+        rates = self._rates.take(class_rows, axis=0)[:, :width]
         rates *= np.array(factors)[:, None]
         np.minimum(rates, HIGHEST, out=rates)
         np.maximum(rates, LOWEST, out=rates)

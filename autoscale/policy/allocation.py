@@ -41,7 +41,7 @@ class Allocation:
     @property
     def depth(self) -> int:
         """The largest K: the number of draft passes of a chain."""
-        return int(self.ks.max(initial=0))
+        return max(self.ks.tolist(), default=0)
 
 
 def allocate(
@@ -67,26 +67,23 @@ def allocate(
         positions_per_pass: tokens that one pass drafts: 1 for a chain, more for a parallel draft.
     """
     batch = len(cumulative_acceptance)
-    best, best_n, best_order = batch / base_s, -1, None
-    tokens = float(batch)
     candidates = sorted(depths, reverse=True)
-    # One sort serves every candidate: a shallower one drops the positions behind its depth.
     deepest = candidates[0]
+    passes_s = np.array([base_s + fixed_s + -(-depth // positions_per_pass) * pass_s for depth in candidates])
+    # One sort serves every candidate: a shallower one leaves out the positions behind its depth.
     flat = cumulative_acceptance[:, :deepest].ravel()
     order = flat.argsort()[::-1]
-    columns = order % deepest
-    for depth in candidates:
-        if depth < deepest:
-            inside = columns < depth
-            order, columns = order[inside], columns[inside]
-        expected = flat[order].cumsum()
-        expected += batch
-        ratio = expected / (added_s[1 : len(order) + 1] + (base_s + fixed_s + -(-depth // positions_per_pass) * pass_s))
-        n = int(ratio.argmax())
-        if ratio[n] > best:
-            best, best_n, best_order = float(ratio[n]), n, order
-            tokens = float(expected[n])
-    if best_order is None:
-        return Allocation(np.zeros(batch, dtype=np.int64), tokens, base_s)
-    ks = np.bincount(best_order[: best_n + 1] // deepest, minlength=batch)
-    return Allocation(ks, tokens, tokens / best)
+    is_within = order % deepest < np.array(candidates)[:, None]  # [depths, B * deepest]
+    # Where a position is left out, tokens and rows stay as they were, so that entry never is the first of its value.
+    tokens = np.add.accumulate(is_within * flat[order], axis=1)
+    tokens += batch
+    seconds = added_s[np.add.accumulate(is_within, axis=1, dtype=np.intp)]
+    seconds += passes_s[:, None]
+    goodput = tokens / seconds
+    depth_index, last = divmod(int(goodput.argmax()), flat.size)
+    best = float(goodput[depth_index, last])
+    if best <= batch / base_s:
+        return Allocation(np.zeros(batch, dtype=np.int64), float(batch), base_s)
+    drafted = order[: last + 1][is_within[depth_index, : last + 1]]
+    most_tokens = float(tokens[depth_index, last])
+    return Allocation(np.bincount(drafted // deepest, minlength=batch), most_tokens, most_tokens / best)

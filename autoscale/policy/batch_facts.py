@@ -24,6 +24,18 @@ LENGTH_RATE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
+class _Constants:
+    """What does not change about a request while it runs."""
+
+    workload: int
+    """Its row in `AcceptanceClasses`."""
+    max_k: int
+    """The largest K that its client and the engine allow."""
+    last_len: int
+    """Number of tokens from which on no draft token is needed: only the target's own is left to come."""
+
+
+@dataclass(frozen=True, slots=True)
 class BatchFacts:
     """The slow facts of one batch.
 
@@ -55,6 +67,7 @@ class BatchObserver:
     def __init__(self, max_k: int, classes: AcceptanceClasses | None = None) -> None:
         self._max_k = max_k
         self._classes = classes or AcceptanceClasses()
+        self._constants: dict[int, _Constants] = {}  # by key, of the batch that was passed to `refresh` last
         self._num_read: dict[int, int] = {}  # request key -> tokens the draft has read
         self._prompt_len, self._response_len = 0.0, FIRST_RESPONSE_LEN
         self.facts = BatchFacts((), (), np.zeros(0, dtype=np.int64), (), None, 0.0)
@@ -68,17 +81,21 @@ class BatchObserver:
     def refresh(self, decodes: Sequence[Request], keys: Sequence[int]) -> None:
         """Build the facts of a batch. The lengths of requests that are new or have finished enter the means."""
         self._note_lengths(decodes)
-        workloads = [self._classes.row_of(request) for request in decodes]
-        limits = np.array([_k_limit(request, self._max_k) for request in decodes])
-        disallowed = np.arange(self._max_k)[None, :] >= limits[:, None]
+        constants = [self._constants[key] for key in keys]
+        self._constants = dict(zip(keys, constants, strict=True))
+        workloads = [each.workload for each in constants]
+        lengths = [len(request.tokens) for request in decodes]
+        most = [each.max_k for each in constants]
+        left = [each.last_len - length for each, length in zip(constants, lengths, strict=True)]
+        is_limited = min(min(most), min(left)) < self._max_k
         num_read = self._num_read
-        num_unread = sum([len(request.tokens) - num_read.get(request.key, 0) for request in decodes]) - len(keys)
+        num_unread = sum(lengths) - sum([num_read.get(key, 0) for key in keys]) - len(keys)
         self.facts = BatchFacts(
             requests=decodes,
             keys=keys,
             workload_indices=np.array(workloads),
             workloads=workloads,
-            disallowed=disallowed if disallowed.any() else None,
+            disallowed=np.arange(self._max_k) >= np.minimum(most, left)[:, None] if is_limited else None,
             num_unread=float(max(0, num_unread)),
         )
 
@@ -105,21 +122,22 @@ class BatchObserver:
             self._num_read.pop(key, None)
 
     def _note_lengths(self, decodes: Sequence[Request]) -> None:
-        before = set(self.facts.keys)
         for request in decodes:
-            if request.key not in before:
+            if request.key not in self._constants:
+                self._constants[request.key] = self._constants_of(request)
                 rate = LENGTH_RATE if self._prompt_len else 1.0
                 self._prompt_len += rate * (request.num_prompt - self._prompt_len)
         for request in self.facts.requests:
             if request.finish_reason is not None:
                 self._response_len += LENGTH_RATE * (request.num_generated - self._response_len)
 
-
-def _k_limit(request: Request, max_k: int) -> int:
-    """The largest K that this request may get."""
-    options = request.submit.speculative
-    if not options.enabled:
-        return 0
-    # One token of the remaining ones comes from the target itself.
-    num_remaining = request.submit.sampling.max_tokens - request.num_generated - 1
-    return max(0, min(max_k, num_remaining, max_k if options.max_k is None else options.max_k))
+    def _constants_of(self, request: Request) -> _Constants:
+        options, max_k = request.submit.speculative, self._max_k
+        if options.max_k is not None:
+            max_k = min(max_k, options.max_k)
+        return _Constants(
+            workload=self._classes.row_of(request),
+            max_k=max_k if options.enabled else 0,
+            # One token of the remaining ones comes from the target itself.
+            last_len=request.num_prompt + request.submit.sampling.max_tokens - 1,
+        )

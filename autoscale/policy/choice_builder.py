@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from autoscale.policy.acceptance_rate import Acceptance
 from autoscale.policy.allocation import Allocation
 from autoscale.policy.cost_model import CostModel
@@ -53,9 +55,9 @@ class ChoiceBuilder:
         """
         row_s = self._cost.row_s(rows, PRICED_ROWS)
         self._row_price = min(1.0, goodput * row_s)
-        num_drafting = max(1, int((best.ks > 0).sum()))
+        num_drafting = max(1, int(np.count_nonzero(best.ks)))
         self._node_price = goodput * self._cost.pass_s(num_drafting) / num_drafting
-        num_deep = max(1, int((best.ks > 1).sum()))
+        num_deep = max(1, int(np.count_nonzero(best.ks > 1)))
         saved_s = self._cost.pass_s(num_deep) / num_deep**2 if self._cost.positions_per_pass == 1 else 0.0
         self._price = goodput * (row_s + saved_s)
         if self._lookup is not None:

@@ -128,6 +128,7 @@ class Curve:
     def __init__(self, curves: Curves, start: int, points: Points) -> None:
         self._curves = curves
         self._knots = points.knots
+        self._knots_array = np.array(points.knots, dtype=np.float64)
         self._part = slice(start, start + len(points.knots))
         self._most_rate = points.most_rate
         self._noise = FIRST_NOISE
@@ -143,7 +144,7 @@ class Curve:
 
     def added(self, x: int, count: int) -> Floats:
         """[count + 1] `at(x + n) - at(x)` for n from 0 on; constant beyond the last knot."""
-        values: Floats = np.interp(np.arange(x, x + count + 1), self._knots, self.values)
+        values: Floats = np.interp(np.arange(x, x + count + 1), self._knots_array, self._curves.state[self._part])
         values -= values[0]
         return values
 

@@ -25,8 +25,9 @@ def expected_tokens(stats: StepStats, acceptance: Acceptance, lookup: LookupK | 
     for outcome in stats.outcomes:
         draft_class = (outcome.workload, outcome.adapter, outcome.source, outcome.match_len)
         if draft_class not in by_class:
-            is_lookup = lookup is not None and outcome.source == "lookup"
-            used = lookup.acceptance_of(outcome.match_len) if lookup is not None and is_lookup else acceptance
+            used = acceptance
+            if lookup is not None and outcome.source == "lookup":
+                used = lookup.acceptance_of(outcome.match_len)
             rates = used.by_position(outcome.workload, outcome.adapter)
             by_class[draft_class] = [0.0, *np.cumprod(rates).cumsum().tolist()]
         by_k = by_class[draft_class]

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from autoscale.policy.acceptance_rate import Acceptance, AcceptanceClasses
 from autoscale.policy.allocation import Allocation, allocate
 from autoscale.policy.batch_facts import BatchObserver
@@ -138,7 +140,7 @@ class Goodput:
             gain, self._now_s, worth_probing=worth_probing, has_lookup_drafts=self._builder.has_lookup_drafts
         )
         used = best if mode == "on" else Allocation(best.ks * 0, float(len(decodes)), plain_s)
-        rows = len(decodes) + num_prefill_rows + int(used.ks.sum())
+        rows = len(decodes) + num_prefill_rows + sum(used.ks.tolist())
         self._builder.reprice(best, rows, max_k, max(used.goodput, len(decodes) / plain_s))
         choices = self._choices(mode, best, decodes, max_k, worth_probing=worth_probing)
         chosen = Chosen(choices, replace(used, seconds=used.seconds + prompts_s))
@@ -191,7 +193,7 @@ class Goodput:
         cumulative_acceptance = self.acceptance.cumulative_acceptance_of(keys, facts.workload_indices, width)
         if facts.disallowed is not None:
             cumulative_acceptance[facts.disallowed[:, :width]] = 0.0
-        catch_up_tokens = self._batch.catch_up_tokens(batch + float(cumulative_acceptance[:, 0].sum()))
+        catch_up_tokens = self._batch.catch_up_tokens(batch + float(np.add.reduce(cumulative_acceptance[:, 0])))
         plain_s = cost.step_s(batch, context)
         best = allocate(
             cumulative_acceptance,

@@ -21,6 +21,8 @@ from bench.load.meter import Window, add_errors, quantile
 from bench.load.servers import Server
 from bench.load.workload import built_in
 from bench.pace import grid, ramp, resume
+from bench.pace.choice_time import LOADS, WARM_UP_WINDOWS, WINDOW_STEPS, Load
+from bench.pace.choice_time import measure as measure_choices
 from bench.pace.grid import GridCell, compare_with_static, run_cells, turned
 from bench.pace.paced_server import PacedServer, plan_of
 from bench.pace.plot import plot
@@ -214,3 +216,12 @@ def test_policies_by_name() -> None:
         with pytest.raises(ConfigError, match="--policies"):
             plan_of(wrong)
     assert SpeculativeConfig().wrong_drafts is False
+
+
+@pytest.mark.parametrize("load", LOADS, ids=[load.name for load in LOADS])
+def test_choices_are_timed_one_by_one_while_drafts_pay(load: Load) -> None:
+    pacer = measure_choices(load, streams=4, max_k=8, hardware="h100-llama3-70b", simulated_s=8.0)
+    num_windows = len(pacer.seconds) // WINDOW_STEPS - WARM_UP_WINDOWS
+    assert len(pacer.window_us()) == num_windows > 0
+    assert pacer.window_us()[0] == pytest.approx(1e6 * sum(pacer.seconds[128:192]) / 64)
+    assert pacer.num_drafting > 0.8 * len(pacer.seconds)

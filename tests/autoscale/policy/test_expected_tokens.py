@@ -32,6 +32,8 @@ def test_lookup_drafts_have_the_rates_of_their_match_where_lookup_is_asked_first
     stats = step_stats(num_decodes=1, outcomes=(RowOutcome(1, 1, 0, 10, source="lookup", match_len=8),))
     assert expected_tokens(stats, Acceptance(2, (0.5,)), lookup) == pytest.approx(1.85)
     assert expected_tokens(stats, Acceptance(2, (0.5,)), None) == pytest.approx(1.5)
+    of_method = step_stats(num_decodes=1, outcomes=(RowOutcome(1, 1, 0, 10),))
+    assert expected_tokens(of_method, Acceptance(2, (0.5,)), lookup) == pytest.approx(1.5)
 
 
 def test_a_draft_longer_than_max_k_counts_up_to_it() -> None:

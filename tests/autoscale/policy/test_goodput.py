@@ -13,6 +13,7 @@ from fakes import ToyEngine, ToyModel, toy_drafter
 from step_stats import make_step, step_stats
 
 from autoscale.policy.cost_model import BATCH_KNOTS, ROW_KNOTS, CostTable
+from autoscale.policy.depth_search import WIDE_SEARCH_CHOICES
 from autoscale.policy.goodput import Goodput, make_goodput
 from autoscale.policy.policies import Fixed
 from autoscale.simulation.hardware import cpu_table, h100_llama_70b
@@ -171,6 +172,30 @@ def test_prompts_that_the_draft_has_to_read_are_part_of_its_cost() -> None:
         pacer = make_goodput("draft_model", MAX_K, table)
         choices = pacer.choose(SpeculationPlan(max_k=MAX_K), [request_of(1, num_prompt=num_prompt)], 0)
         assert (max(choice.k for choice in choices) > 0) == is_worth_it
+
+
+def test_tokens_that_the_draft_has_read_are_no_longer_part_of_its_cost() -> None:
+    """Two hundred thousand unread tokens at 0.1 ms, spread over 64 steps, take more than drafting gains."""
+    request = request_of(1, temperature=0.0)
+    long = replace(
+        request, submit=replace(request.submit, sampling=SamplingParams(max_tokens=300_000, temperature=0.0))
+    )
+    long.tokens += [1] * 200_000
+    pacer = make_goodput("draft_model", MAX_K, replace(cpu_table(), catch_up_s=1e-4))
+
+    def largest_k() -> int:
+        """Of as many new choices as it takes until the facts of the batch are built again."""
+        choices = [pacer.choose(replace(PLAN), [long], 0) for _ in range(WIDE_SEARCH_CHOICES)]
+        return max(choice.k for (choice,) in choices)
+
+    assert largest_k() == 0
+    cost = pacer.cost
+    parts = {"verify_s": cost.verify_s(2, 100), "sample_s": 0.0, "draft_s": cost.draft_s(1, 1) - cost.handoff_s}
+    step_s = sum(parts.values()) + cost.handoff_s + cost.overhead_s
+    for num_read, pays in ((1, False), (len(long.tokens), True)):
+        outcomes = (RowOutcome(1, 1, 1, num_read),)
+        pacer.observe(step_stats(outcomes=outcomes, num_drafted=1, num_rows=2, step_s=step_s, **parts))
+        assert (largest_k() > 0) == pays
 
 
 def test_a_choice_holds_until_the_batch_changes() -> None:
