@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.core.packing import Forward
-from engine.core.step import ForwardInput
+from engine.core.step import ForwardInput, ForwardResult
 from engine.errors import EngineError
 from engine.graphs.buckets import Bucket
 from engine.graphs.forward import Capture, Embedding, GraphedForward
@@ -167,6 +167,7 @@ class EagleArchitecture:
         has_table = isinstance(head, EagleHead) and decoder.device.type == "cpu"
         self._table = self._token_table() if has_table else None
         self._recorded: GraphedForward | None = None
+        self._recorded_committed: GraphedForward | None = None
 
     def record(self, runner: ModelRunner, buckets: Sequence[Bucket], capture: Capture, *, max_kv: int) -> None:
         """Record the forwards of drafted tokens as CUDA graphs.
@@ -180,6 +181,29 @@ class EagleArchitecture:
         max_ids = max(bucket.rows for bucket in buckets)
         self._recorded = GraphedForward(
             runner, buckets, capture, max_kv=max_kv, max_ids=max_ids, embedding=self.embedding
+        )
+
+    def record_committed(
+        self, runner: ModelRunner, buckets: Sequence[Bucket], capture: Capture, *, max_kv: int, max_ids: int
+    ) -> None:
+        """Record the forwards of committed tokens. The other arguments are those of `record`.
+
+        Args:
+            max_ids: most committed tokens of a draft request.
+        """
+        self._recorded_committed = GraphedForward(
+            *(runner, buckets, capture),
+            max_kv=max_kv,
+            max_ids=max_ids,
+            embedding=self._committed_embedding(),
+            some_logits=True,
+        )
+
+    def _committed_embedding(self) -> Embedding:
+        """The decoder's input at committed tokens."""
+        return Embedding(
+            self._head.feature_width,
+            lambda ids, features: self._head.committed_inputs(self._projected(ids), features),
         )
 
     @property
@@ -196,6 +220,10 @@ class EagleArchitecture:
         del num_masked
         if features is None:
             raise EngineError("an eagle draft needs features for committed tokens")
+        if self._recorded_committed is not None:
+            result = self._recorded_committed.embedded(forward_input, features)
+            if result is not None:
+                return self._outputs(forward_input, result)
         return self._forward(forward_input, self._head.committed_inputs(self._tokens(forward_input), features))
 
     def compute_drafted(self, forward_input: ForwardInput, previous_hidden: torch.Tensor | None) -> Outputs:
@@ -222,7 +250,9 @@ class EagleArchitecture:
         return torch.cat([self._head.project_tokens(chunk) for chunk in chunks])
 
     def _forward(self, forward_input: ForwardInput, inputs: torch.Tensor) -> Outputs:
-        result = self._decoder.forward(forward_input, self._caches, inputs)
+        return self._outputs(forward_input, self._decoder.forward(forward_input, self._caches, inputs))
+
+    def _outputs(self, forward_input: ForwardInput, result: ForwardResult) -> Outputs:
         if result.logits is None or result.hidden is None:
             raise EngineError("the draft got no logits")
         hidden = result.hidden

@@ -54,13 +54,18 @@ def row_sizes(buckets: Sequence[Bucket]) -> tuple[int, ...]:
     return tuple(sorted({bucket.rows for bucket in buckets}))
 
 
-def find_bucket(buckets: Sequence[Bucket], forward_input: ForwardInput) -> Bucket | None:
+def find_bucket(buckets: Sequence[Bucket], forward_input: ForwardInput, *, some_logits: bool = False) -> Bucket | None:
     """The smallest bucket that holds a forward; None if it is larger than all or has rows without logits.
 
     Every rank finds the same one, because it depends on sizes only.
+
+    Args:
+        buckets: to choose from.
+        forward_input: what is computed.
+        some_logits: whether rows may be without logits.
     """
     num_rows, num_spans = len(forward_input.token_ids), len(forward_input.q_lens)
-    if num_rows == 0 or len(forward_input.logit_rows) != num_rows:
+    if num_rows == 0 or not (some_logits or len(forward_input.logit_rows) == num_rows):
         return None
     tree = forward_input.tree
     if tree is not None and (tree.num_slots > forward_input.q_lens).any():

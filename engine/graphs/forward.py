@@ -24,6 +24,7 @@ from engine.graphs.static_memory import StaticInputs, fill_spans, fill_trees
 from engine.model.attention_varlen import PagedSpans, PagedTrees
 from engine.model.decoder import Decoder, Inputs, LayerCache, with_device_tokens
 from engine.model.runner import ModelRunner
+from engine.sampling.staging import to_device
 
 
 class Capture(Protocol):
@@ -77,6 +78,7 @@ class GraphedForward:
         max_kv: longest sequence in tokens.
         max_ids: most token ids of `ForwardInput.device_tokens`.
         embedding: input of the first layer; None takes the embeddings of the tokens.
+        some_logits: whether to replay forwards of which not all rows have logits. Those of all rows are computed.
 
     Raises:
         ConfigError: the model has experts, which a graph cannot choose.
@@ -91,12 +93,14 @@ class GraphedForward:
         max_kv: int,
         max_ids: int,
         embedding: Embedding | None = None,
+        some_logits: bool = False,
     ) -> None:
         if not isinstance(runner.model, Decoder):
             raise TypeError("only PyTorch's decoder can be recorded")
         if runner.model.config.experts is not None:
             raise ConfigError("engine.cuda_graphs: a model with experts cannot be recorded; allowed: off")
         self._runner = runner
+        self._some_logits = some_logits
         # Trees in layers with a window are computed eagerly.
         self.buckets = tuple(bucket for bucket in buckets if not (bucket.trees and any(runner.model.config.windows)))
         model, rows = runner.model, max(bucket.rows for bucket in buckets)
@@ -120,11 +124,11 @@ class GraphedForward:
     @torch.inference_mode()
     def forward(self, forward_input: ForwardInput) -> ForwardResult:
         """As `ModelRunner.forward`. The results hold until the next call."""
-        bucket = find_bucket(self.buckets, forward_input)
+        bucket = find_bucket(self.buckets, forward_input, some_logits=self._some_logits)
         if bucket is None:
             return self._runner.forward(forward_input)
         self._runner.move(forward_input)
-        return self._recorded[bucket].replay(forward_input)
+        return self._of_logit_rows(forward_input, self._recorded[bucket].replay(forward_input))
 
     @torch.inference_mode()
     def embedded(self, forward_input: ForwardInput, extra: torch.Tensor) -> ForwardResult | None:
@@ -133,8 +137,19 @@ class GraphedForward:
         Returns:
             None if no bucket holds the forward.
         """
-        bucket = find_bucket(self.buckets, forward_input)
-        return None if bucket is None else self._recorded[bucket].replay(forward_input, extra)
+        bucket = find_bucket(self.buckets, forward_input, some_logits=self._some_logits)
+        if bucket is None:
+            return None
+        return self._of_logit_rows(forward_input, self._recorded[bucket].replay(forward_input, extra))
+
+    def _of_logit_rows(self, forward_input: ForwardInput, result: ForwardResult) -> ForwardResult:
+        """The result with the logits of the rows that are asked for."""
+        rows = forward_input.logit_rows
+        if result.logits is None or len(rows) == len(forward_input.token_ids):
+            return result
+        (index,) = to_device([rows.astype(np.int64)], result.logits.device)
+        most_likely = None if result.most_likely is None else result.most_likely.index_select(0, index)
+        return ForwardResult(result.logits.index_select(0, index), result.hidden, most_likely)
 
 
 @dataclass(frozen=True, slots=True)

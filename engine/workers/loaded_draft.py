@@ -17,7 +17,7 @@ from engine.dflash.architecture import DFlashArchitecture
 from engine.dflash.decoder import DFlashDecoder
 from engine.draft.architectures import Architecture, EagleArchitecture, PlainArchitecture
 from engine.draft.parallel import ParallelEagleArchitecture
-from engine.graphs.buckets import make_buckets, row_sizes
+from engine.graphs.buckets import Bucket, make_buckets, row_sizes
 from engine.graphs.chain import ChainModel, RecordedChain
 from engine.graphs.forward import Capture, CudaCapture, GraphedForward
 from engine.medusa.architecture import MedusaArchitecture
@@ -83,7 +83,8 @@ def make_architecture(
     runner = ModelRunner(draft.decoder, num_blocks=num_blocks, block_size=config.kv_block_size)
     decoder, head, device = draft.decoder, draft.head, draft.decoder.device
     capture = capture or _capture(config, device)
-    buckets = make_buckets(max_requests=config.max_num_requests, max_k=0)
+    k, max_requests = max(1, config.speculative.k), config.max_num_requests
+    drafted = make_buckets(max_requests=max_requests, max_k=0)
     max_kv = min(config.max_model_len or decoder.config.max_model_len, decoder.config.max_model_len)
     positions = decoder.config.positions_per_pass
     recorded = None
@@ -91,7 +92,10 @@ def make_architecture(
     if isinstance(decoder, DFlashDecoder):
         one_forward = DFlashArchitecture(decoder, runner.caches)
     elif head is not None and positions > 1:
-        one_forward = ParallelEagleArchitecture(head, decoder, runner.caches, positions_per_pass=positions)
+        one_forward = parallel = ParallelEagleArchitecture(head, decoder, runner.caches, positions_per_pass=positions)
+        if capture is not None:  # At most k + 1 committed rows, then k - 1 masked ones.
+            committed = make_buckets(max_requests=max_requests, max_k=2 * k - 1)
+            parallel.record_committed(runner, committed, capture, max_kv=max_kv, max_ids=MAX_REQUEST_TOKENS)
     if one_forward is not None:
         if capture is not None:
             recorded = _chain(config, capture, device, None, width=width, vocab=decoder.draft_vocab)
@@ -99,13 +103,16 @@ def make_architecture(
     if head is not None:
         eagle = EagleArchitecture(head, decoder, runner.caches)
         if capture is not None:
-            eagle.record(runner, buckets, capture, max_kv=max_kv)
+            eagle.record(runner, drafted, capture, max_kv=max_kv)
+            eagle.record_committed(runner, _committed(config), capture, max_kv=max_kv, max_ids=MAX_REQUEST_TOKENS)
             model = ChainModel(runner, max_kv, eagle.embedding)
             recorded = _chain(config, capture, device, model, width=width, vocab=decoder.draft_vocab)
         return eagle, recorded
     compute = runner.forward
     if capture is not None:
-        compute = GraphedForward(runner, buckets, capture, max_kv=max_kv, max_ids=MAX_REQUEST_TOKENS).forward
+        compute = GraphedForward(
+            *(runner, _committed(config), capture), max_kv=max_kv, max_ids=MAX_REQUEST_TOKENS, some_logits=True
+        ).forward
         model = ChainModel(runner, max_kv)
         recorded = _chain(config, capture, device, model, width=width, vocab=decoder.draft_vocab)
 
@@ -118,6 +125,11 @@ def make_architecture(
 def _capture(config: EngineConfig, device: torch.device) -> Capture | None:
     """What records, if the settings ask for it."""
     return CudaCapture(device) if config.cuda_graphs == "on" and device.type == "cuda" else None
+
+
+def _committed(config: EngineConfig) -> tuple[Bucket, ...]:
+    """Sizes of forwards over committed tokens: those of a step, at most k accepted ones and one more per request."""
+    return make_buckets(max_requests=config.max_num_requests, max_k=max(1, config.speculative.k))
 
 
 def _sizes(config: EngineConfig) -> tuple[int, ...]:

@@ -193,7 +193,9 @@ def draft_graph_bytes(engine: EngineConfig, config: ModelConfig) -> int:
     per_row: int = (4 * k + CHOICE_LOGIT_BYTES) * config.vocab_size
     position, num_kinds = POSITION_BYTES[engine.speculative.method], len(KINDS)
     positions = sum(1 + num_kinds * (1 + (k if size <= WHOLE_ROWS else 0)) for size in sizes)
-    return max(sizes) * per_row + position * positions
+    committed = make_buckets(max_requests=engine.max_num_requests, max_k=k)
+    logits: int = 4 * max(bucket.rows for bucket in committed) * config.vocab_size
+    return max(sizes) * per_row + logits + position * (positions + len(committed))
 
 
 def _layer_bytes(rows: int, config: ModelConfig, shard: ShardSpec, dtype: torch.dtype) -> int:

@@ -78,14 +78,17 @@ def loaded_draft(kind: str, folder: Path) -> LoadedDraft:
     if kind == "draft_model":
         return LoadedDraft(model, None)
     model.feature_layers = (2,)
+    if kind == "parallel":
+        object.__setattr__(model.config, "positions_per_pass", MAX_K)
     size, generator = model.config.hidden_size, torch.Generator().manual_seed(1)
 
     def linear(columns: int) -> PlainLinear:
         return PlainLinear(torch.randn(size, columns, generator=generator) * columns**-0.5)
 
     norms = [RmsNorm(torch.ones(size), 1e-5) for _ in range(2)]
+    mask = torch.randn(size, generator=generator) if kind == "parallel" else None
     return LoadedDraft(
-        model, EagleHead(torch.ones(1, size), linear(size), norms[0], linear(size), norms[1], linear(size), 1e-5)
+        model, EagleHead(torch.ones(1, size), linear(size), norms[0], linear(size), norms[1], linear(size), 1e-5, mask)
     )
 
 
@@ -113,7 +116,7 @@ def compare(found: LoopbackEndpoint, expected: LoopbackEndpoint, rows: list[Draf
     return tokens
 
 
-@pytest.mark.parametrize("kind", ["draft_model", "eagle"])
+@pytest.mark.parametrize("kind", ["draft_model", "eagle", "parallel"])
 @pytest.mark.parametrize("choice", SAMPLINGS)
 def test_a_recorded_chain_drafts_what_the_eager_one_drafts(kind: str, choice: str, tmp_path: Path) -> None:
     """Over several requests: any K per row, early exit, any number of accepted tokens."""
@@ -141,8 +144,9 @@ def test_a_recorded_chain_drafts_what_the_eager_one_drafts(kind: str, choice: st
         lengths.append((max(ks), capture.num_replays - before))
         for key, drafted in zip(keys, tokens, strict=True):
             texts[key] += [*drafted[: rng.randint(0, len(drafted))], rng.randrange(VOCAB)]
-    committed = 1 if kind == "draft_model" else 0  # Its forward may be recorded too, if each row has one token.
-    assert all(num - (1 if k == MAX_K else k) in range(committed + 1) for k, num in lengths), lengths
+    # One more where the forward over committed tokens is replayed too: all but the prompts.
+    chain_only = [num - (1 if k == MAX_K and kind != "parallel" else k) for k, num in lengths]
+    assert set(chain_only) == {0, 1}, lengths
     assert {k for k, _ in lengths} > {MAX_K}
 
 
@@ -263,9 +267,9 @@ def test_the_host_may_write_the_inputs_of_the_next_replay_before_the_device_has_
     assert inputs.tensors["a"].tolist() == [3, 3, 3]
 
 
-def fake_draft(kind: str, capture: Guarded) -> tuple[Proposer, torch.Tensor | None]:
+def fake_draft(kind: str, capture: Guarded, *, max_requests: int) -> tuple[Proposer, torch.Tensor | None]:
     """A recorded draft of an 8B target, and the features that it reads."""
-    config = config_of(max_requests=12, k=K)
+    config = config_of(max_requests=max_requests, k=K)
     if kind == "medusa":
         parts = heads_parts(config, fake_medusa(LLAMA_8B, num_heads=K), capture)
         features = torch.empty(100, LLAMA_8B["hidden_size"], dtype=torch.bfloat16, device=CUDA)
@@ -292,42 +296,44 @@ PLAIN_MODES = ("greedy", "temperature", "top_p", "top_k and min_p", "seeded", "l
 
 
 @pytest.mark.parametrize("kind", ["llama-1b", "eagle", "parallel", "medusa"])
-@pytest.mark.parametrize("num", [3, 12])
+@pytest.mark.parametrize("num", [3, WHOLE_ROWS + 1])
 def test_a_chain_is_replayed_and_read_once(kind: str, num: int) -> None:
-    """All modes in one request. Beside replays, what the host launches does not grow with K."""
+    """All modes in one request, and the forward over committed tokens too. What the host launches besides does not grow
+    with K."""
     launched = {}
-    for k in (2, K):
-        with fake_cuda() as recorder:
-            capture = Guarded(recorder)
-            proposer, features = fake_draft(kind, capture)
+    with fake_cuda() as recorder:
+        capture = Guarded(recorder)
+        proposer, features = fake_draft(kind, capture, max_requests=num)
+        for k in (2, K):
             samplings = [SamplingParams(**MODES[PLAIN_MODES[place % len(PLAIN_MODES)]]) for place in range(num)]
             batch = batch_of(samplings, k)
-            probs = torch.empty(num, K, LLAMA_8B["vocab_size"], device=CUDA)
-            memory = OnDevice(
-                torch.zeros(num, K, dtype=torch.int32, device=CUDA),
-                torch.zeros(num, K, device=CUDA),
-                torch.zeros(4096, dtype=torch.int32, device=CUDA),
-                to_host,
-            )
             recorder.reads.clear()
             recorder.launches.clear()
             capture.num_replays = capture.num_launches = 0
-            found = proposer.propose(request_rows(kind, batch, k), [], probs, features, memory)
+            found = proposer.propose(request_rows(kind, batch, k), [], *memory_of(num, features))
             assert recorder.num_reads == 1, recorder.reads
             assert all(row.num_on_device == k for row in found)
             launched[k] = recorder.num_launches - capture.num_launches
             if kind in ("llama-1b", "eagle"):
-                assert capture.num_replays == (1 if k == K and num <= WHOLE_ROWS else k)
+                assert capture.num_replays == 1 + (1 if k == K and num <= WHOLE_ROWS else k)
             else:
-                assert capture.num_replays == (2 * k if kind == "medusa" else k)
+                assert capture.num_replays == (2 * k if kind == "medusa" else 1 + k)
+            assert launched[k] <= 26
     # A parallel draft copies the logits of each further position to where the choice reads them.
     assert launched[K] - launched[2] == {"parallel": K - 2, "medusa": K - 2}.get(kind, 0)
+
+
+def memory_of(num: int, features: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None, OnDevice]:
+    """The memory of the draft buffer, for `propose`."""
+    ids, new_tokens = (torch.zeros(size, dtype=torch.int32, device=CUDA) for size in ((num, K), (4096,)))
+    on_device = OnDevice(ids, torch.zeros(num, K, device=CUDA), new_tokens, to_host)
+    return torch.empty(num, K, LLAMA_8B["vocab_size"], device=CUDA), features, on_device
 
 
 def test_options_that_the_host_applies_take_the_eager_chain() -> None:
     with fake_cuda() as recorder:
         capture = Guarded(recorder)
-        proposer, _ = fake_draft("llama-1b", capture)
+        proposer, _ = fake_draft("llama-1b", capture, max_requests=2)
         batch = batch_of([SamplingParams(temperature=0.0, presence_penalty=0.5)] * 2, K)
         processor = batch.spans[0].request.logits_processor
         assert processor is not None
@@ -335,14 +341,8 @@ def test_options_that_the_host_applies_take_the_eager_chain() -> None:
             DraftRequestRow(row.key, row.start, row.new_tokens, row.k, row.sampling, processor.options)
             for row in request_rows("llama-1b", batch)
         ]
-        memory = OnDevice(
-            torch.zeros(2, K, dtype=torch.int32, device=CUDA),
-            torch.zeros(2, K, device=CUDA),
-            torch.zeros(4096, dtype=torch.int32, device=CUDA),
-            to_host,
-        )
         capture.num_replays = 0
         recorder.reads.clear()
-        proposer.propose(rows, [], torch.empty(2, K, LLAMA_8B["vocab_size"], device=CUDA), None, memory)
+        proposer.propose(rows, [], *memory_of(2, None))
         assert recorder.num_reads == 1
-        assert capture.num_replays == K - 1  # The forwards are recorded on their own as well.
+        assert capture.num_replays == K  # The forwards are recorded on their own as well.
