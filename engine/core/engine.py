@@ -27,6 +27,7 @@ from engine.messages import AdapterRef, Delta, Submit
 from engine.sampling.grammar import Grammars
 from engine.sampling.logits_processor import LogitsProcessor
 from engine.sampling.penalties import TokenOptions
+from engine.sampling.readback import Meanwhile
 
 _IDLE_WAIT_S = 0.2
 
@@ -45,6 +46,8 @@ class Engine:
         pacer: observes every step.
         observers: called with each step's statistics and the pacer's prediction for it, in the loop's thread.
         grammars: compiles the grammars of requests; None refuses requests that have one.
+        meanwhile: what runs while a device computes the next step: publishing, and the observers. None: both run at
+            once.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Engine:
         pacer: Pacer,
         observers: Sequence[Callable[[StepStats, Prediction], None]] = (),
         grammars: Grammars | None = None,
+        meanwhile: Meanwhile | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.drafter = drafter
@@ -70,6 +74,7 @@ class Engine:
         self._by_id: dict[str, Request] = {}
         self._next_key = 1
         self._grammars = grammars
+        self._meanwhile = meanwhile
         self._aborted: list[int] = []  # keys of requests aborted since the last step
         self._compiling: set[str] = set()  # ids of requests whose grammar is being compiled
         self._adapters: dict[int, AdapterRef] = {}  # that new requests may use, by number
@@ -132,21 +137,39 @@ class Engine:
         begin = time.perf_counter()
         batch = self.scheduler.schedule()
         if not batch.spans:
+            self._finish()
             return
         scheduled = time.perf_counter()
         draft = self.drafter.draft(batch)
         verdict = self.verifier.verify(batch, draft)
         deltas = self.committer.commit(batch, draft, verdict)
         if deltas:
-            self._publish(deltas)
+            self._later(lambda: self._publish(deltas))
         self.drafter.committed(batch, verdict)
         self._close(batch)
         schedule_s, step_s = scheduled - begin, time.perf_counter() - begin
         stats = step_stats(batch, draft, verdict, deltas, aborted=self._aborted, schedule_s=schedule_s, step_s=step_s)
         self._aborted.clear()
         prediction = self._pacer.observe(stats)
+        self._later(lambda: self._report(stats, prediction))
+        if not self.scheduler.has_work:
+            self._finish()
+
+    def _report(self, stats: StepStats, prediction: Prediction) -> None:
         for observe in self._observers:
             observe(stats, prediction)
+
+    def _later(self, work: Command) -> None:
+        """Do what the next step does not need while the device computes that step; at once where there is no device."""
+        if self._meanwhile is None:
+            work()
+        else:
+            self._meanwhile.add(work)
+
+    def _finish(self) -> None:
+        """Do what waits for the next step: none may follow soon, or something has to be published after it."""
+        if self._meanwhile is not None:
+            self._meanwhile.run()
 
     def drain(self) -> None:
         """Apply everything in the inbox without waiting. For callers that step the engine themselves."""
@@ -241,6 +264,7 @@ class Engine:
         self._aborted.append(request.key)
         if self._retired:
             self._report_unused()
+        self._finish()
         self._publish((_last_delta(request, None),))
 
     def _abort_all(self) -> None:
@@ -263,6 +287,7 @@ class Engine:
         The reason is `abort`, not `error`: the requests are valid, and another engine may continue them.
         """
         _log.error("the engine stops: %s", error)
+        self._finish()
         self._drain(wait=False)
         for request in self._by_id.values():
             request.finish_reason = "abort"

@@ -13,7 +13,7 @@ two requests. Knows no Ray: `BufferHandle` is the only object that crosses by ot
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
@@ -80,6 +80,8 @@ class TargetEndpoint:
         self._doorbell: Doorbell | None = None
         self._seq = 0
         self._down: str | None = None
+        self.meanwhile: Callable[[], None] = lambda: None
+        """Called in `ask` while the draft computes, before the wait."""
 
     def handle(self) -> BufferHandle:
         """Argument of `open_draft_buffer` in the draft's process. It can be used once."""
@@ -161,6 +163,7 @@ class TargetEndpoint:
             block.write_request(seq, rows, released, publish=lambda: self._publish(rows))
             self._seq = seq
             self._bell.ring()
+            self.meanwhile()
             if not self._bell.wait(lambda: block.response_seq != seq - 1, timeout_s=deadline_s):
                 silence_s = block.silence_s
                 self._fail(f"has not responded within {deadline_s:g} s; its last heartbeat is {silence_s:.3f} s old")

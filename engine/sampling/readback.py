@@ -4,7 +4,7 @@ Owns the one wait of a step on a GPU, its deadline, and the CUDA events whose ti
 results waits as well, so that a hung peer is noticed in any step. Knows nothing of what the results mean.
 
     stream    | begin | forward | forwarded | logits processing, acceptance, copy to pinned memory | end
-    host        queues all of it, then waits for `end` once
+    host        queues all of it, publishes the step before, then waits for `end` once
 """
 
 from __future__ import annotations
@@ -28,6 +28,23 @@ class StepTimes(Struct, frozen=True, gc=False):
     """The target's forward."""
     rest_s: float
     """Logits processing, acceptance and the copy to the host."""
+
+
+class Meanwhile:
+    """Work of the host that nothing in a step needs, done while the device computes the next one."""
+
+    def __init__(self) -> None:
+        self._work: list[Callable[[], None]] = []
+
+    def add(self, work: Callable[[], None]) -> None:
+        """Do this at the next `run`, after what was added before."""
+        self._work.append(work)
+
+    def run(self) -> None:
+        """Do everything that was added. Called when the device has work, or when no more will come."""
+        work, self._work = self._work, []
+        for each in work:
+            each()
 
 
 class StepClock(Protocol):
@@ -116,13 +133,20 @@ class DeviceClock:
         timeout_s: seconds until a step counts as hung.
         abort: called then; ends the collective operations in flight.
         new_event: makes an event with a time.
+        meanwhile: called in each step when everything is queued, before the wait.
     """
 
     def __init__(
-        self, *, timeout_s: float, abort: Callable[[], None], new_event: Callable[[], Event] = timed_event
+        self,
+        *,
+        timeout_s: float,
+        abort: Callable[[], None],
+        new_event: Callable[[], Event] = timed_event,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
         self._timeout_s = timeout_s
         self._abort = abort
+        self._meanwhile = meanwhile
         self._begin, self._forwarded, self._end = (new_event() for _ in range(3))
         self._began_s = 0.0
         self._host: torch.Tensor | None = None  # pinned; grows to the largest result
@@ -151,6 +175,7 @@ class DeviceClock:
 
     def _wait(self) -> None:
         self._end.record()
+        self._meanwhile()
         await_event(self._end, timeout_s=self._timeout_s, abort=self._abort)
 
     def _pinned(self, num_words: int) -> torch.Tensor:

@@ -84,6 +84,7 @@ class DraftConnection:
         node_id: node that this process runs on.
         in_loop: runs a function between two steps, in the loop's thread.
         report: called when a draft comes up or fails.
+        meanwhile: called while a draft computes, before the wait for it.
     """
 
     def __init__(
@@ -98,8 +99,10 @@ class DraftConnection:
         node_id: str,
         in_loop: Callable[[Callable[[], None]], None],
         report: Callable[[DraftStatus], None],
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         self._drafter = drafter
+        self._meanwhile = meanwhile
         self._max_rows = max_rows
         self._max_k = max_k
         self._target_vocab = target_vocab
@@ -180,5 +183,7 @@ class DraftConnection:
         except DraftDown as error:
             self._report(DraftStatus(up=False, reason=str(error)))
             return
+        if self._meanwhile is not None:
+            endpoint.meanwhile = self._meanwhile
         self._drafter.attach(endpoint)
         self._report(DraftStatus(up=True, reason=""))

@@ -75,6 +75,7 @@ class Leader:
             pacer=pacer,
             observers=observers,
             grammars=Grammars(lambda: load_tokenizer_info(shard.folder, vocab_size, model_config.eos_token_ids)),
+            meanwhile=shard.meanwhile,
         )
         self._unused: set[int] = set()  # numbers of retired adapters that no request uses
         self._draft_connection = self._connection(remote) if remote is not None else None
@@ -150,6 +151,7 @@ class Leader:
             node_id=shard.node_id,
             in_loop=self.engine.call,
             report=self._send,
+            meanwhile=None if shard.meanwhile is None else shard.meanwhile.run,
         )
 
     def _draft(self) -> DraftConnection:

@@ -35,7 +35,7 @@ from engine.model.collectives import Collectives, Group, Solo, open_store
 from engine.model.device import pick_device, pick_dtype, pick_kv_dtype, set_threads, with_device
 from engine.model.load import Model, load_model
 from engine.model.runner import ModelRunner, num_kv_blocks
-from engine.sampling.readback import DeviceClock, Event, HostClock, StepClock, timed_event
+from engine.sampling.readback import DeviceClock, Event, HostClock, Meanwhile, StepClock, timed_event
 from engine.workers.memory_plan import gpu_kv_bytes
 from engine.workers.shard_ready import ShardReady
 
@@ -88,6 +88,7 @@ class TargetShard:
         self._graphs: GraphedForward | None = None
         self._adapters: AdapterSet | None = None
         self._num_forwards = 0
+        self._meanwhile = Meanwhile()
 
     def open_rendezvous(self) -> int:
         """Open the store in which the shards meet, on rank 0.
@@ -227,6 +228,11 @@ class TargetShard:
             self._sender.send(self._num_forwards, forward_input, deadline_s=PEER_TIMEOUT_S)
         return self._compute(forward_input)
 
+    @property
+    def meanwhile(self) -> Meanwhile | None:
+        """What the leader does while the device computes; None on a CPU, which computes in the same thread."""
+        return self._meanwhile if self.device.type == "cuda" else None
+
     def step_clock(self, new_event: Callable[[], Event] = timed_event) -> StepClock:
         """The clock of the forwards of this shard. After `load`.
 
@@ -235,7 +241,12 @@ class TargetShard:
         """
         if self.device.type != "cuda":
             return HostClock()
-        return DeviceClock(timeout_s=PEER_TIMEOUT_S, abort=self._collectives.abort, new_event=new_event)
+        return DeviceClock(
+            timeout_s=PEER_TIMEOUT_S,
+            abort=self._collectives.abort,
+            new_event=new_event,
+            meanwhile=self._meanwhile.run,
+        )
 
     def timed_forward(self, forward_input: ForwardInput) -> float:
         """Seconds of one forward whose result is not used. On rank 0, between two steps.

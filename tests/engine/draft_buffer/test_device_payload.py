@@ -182,3 +182,22 @@ def test_more_tokens_than_asked_for_are_refused(num_on_device: int) -> None:
     ask(target, draft, ROWS, respond)
     draft.close()
     target.close()
+
+
+def test_the_target_works_while_the_draft_computes() -> None:
+    _, target, draft = connected()
+    was_asked, has_worked = threading.Event(), threading.Event()
+
+    def work() -> None:
+        assert was_asked.wait(5), "the draft has its request before the target does anything else"
+        has_worked.set()
+
+    def respond(request: DraftRequest) -> list[DraftResponseRow]:
+        was_asked.set()
+        assert has_worked.wait(5), "the target does not wait for the response first"
+        return [DraftResponseRow() for _ in request.rows]
+
+    target.meanwhile = work
+    assert len(ask(target, draft, ROWS, respond).rows) == len(ROWS)
+    draft.close()
+    target.close()
