@@ -177,6 +177,7 @@ def cost_identity(shard: TargetShard) -> dict[str, str]:
         "dtype": config.dtype,
         "kv_cache_dtype": config.kv_cache_dtype,
         "kernel": type(shard.runner.model).__name__,
+        "graphs": config.cuda_graphs,
         "packed": shard.runner.model.packed.label,
         "torch": str(torch.__version__),
         "shards": str(config.tensor_parallel_size),

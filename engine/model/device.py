@@ -6,8 +6,9 @@ import contextlib
 import ctypes
 import gc
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -44,11 +45,18 @@ def with_device(config: EngineConfig, *, has_cuda: bool | None = None) -> Engine
     return EngineConfig.parse(config.model_dump() | {"device": "cuda" if found else "cpu"})
 
 
-def gpu_name(device: torch.device) -> str:
-    """Name and memory of the GPU, to tell apart measurements of different GPUs; empty for a CPU."""
+def gpu_name(
+    device: torch.device, properties_of: Callable[[torch.device], Any] = torch.cuda.get_device_properties
+) -> str:
+    """Name and memory of the GPU, to tell apart measurements of different GPUs; empty for a CPU.
+
+    Args:
+        device: the GPU or CPU.
+        properties_of: its `name` and `total_memory`.
+    """
     if device.type != "cuda":
         return ""
-    properties = torch.cuda.get_device_properties(device)
+    properties = properties_of(device)
     return f"{properties.name}, {properties.total_memory >> 20} MiB"
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fake_cuda import CUDA, fake_cuda
+from fake_steps import fake_shard
 from fakes import ToyModel
+from model_shapes import LLAMA_8B
 
+from deployments.cluster.paced_shard import cost_identity
 from deployments.cluster.placement import bundles, most_cpus
 from deployments.settings import AppSettings
 from engine.config import CPU_BLOCK, CUDA_PAGE, EngineConfig
@@ -89,3 +94,18 @@ def test_a_draft_has_drafted_before_its_first_request_and_holds_nothing() -> Non
 
 def test_cost_tables_tell_gpus_apart() -> None:
     assert gpu_name(torch.device("cpu")) == ""
+    gpus = [("NVIDIA H100 80GB HBM3", 81_559), ("NVIDIA H200", 143_771), ("NVIDIA H100 80GB HBM3", 40_000)]
+    names = {
+        gpu_name(CUDA, lambda _, name=name, mib=mib: SimpleNamespace(name=name, total_memory=mib << 20))  # type: ignore[misc]
+        for name, mib in gpus
+    }
+    assert len(names) == 3
+
+
+def test_cost_tables_tell_recorded_forwards_from_eager_ones() -> None:
+    with fake_cuda():
+        shard = fake_shard(LLAMA_8B)
+        object.__setattr__(shard, "device", torch.device("cpu"))
+        eager = cost_identity(shard)
+        object.__setattr__(shard.config, "cuda_graphs", "on")
+        assert cost_identity(shard) == eager | {"graphs": "on"}
