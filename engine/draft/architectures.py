@@ -26,11 +26,11 @@ from engine.core.step import ForwardInput, ForwardResult
 from engine.errors import EngineError
 from engine.graphs.buckets import Bucket
 from engine.graphs.forward import Capture, Embedding, GraphedForward
-from engine.model.decoder import LayerCache, with_device_tokens
+from engine.model.decoder import LayerCache
 from engine.model.eagle_head import Eagle3Head, EagleHead
 from engine.model.load import Model
 from engine.model.runner import ModelRunner
-from engine.sampling.staging import to_device
+from engine.sampling.staging import to_device, with_device_tokens
 
 _TABLE_ROWS = 4096
 """Vocabulary rows that are projected at once when the token table of an EAGLE draft is built."""

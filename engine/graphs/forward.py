@@ -22,9 +22,9 @@ from engine.errors import ConfigError
 from engine.graphs.buckets import Bucket, find_bucket
 from engine.graphs.static_memory import StaticInputs, fill_spans, fill_trees
 from engine.model.attention_varlen import PagedSpans, PagedTrees
-from engine.model.decoder import Decoder, Inputs, LayerCache, with_device_tokens
+from engine.model.decoder import Decoder, Inputs, LayerCache
 from engine.model.runner import ModelRunner
-from engine.sampling.staging import to_device
+from engine.sampling.staging import to_device, with_device_tokens
 
 
 class Capture(Protocol):

@@ -30,7 +30,7 @@ from engine.model.native.matrices import PackedWeights
 from engine.model.rope import Rope, Rotation
 from engine.quantization.kv_cache import quantised
 from engine.quantization.weight import Quantised
-from engine.sampling.staging import to_device
+from engine.sampling.staging import to_device, with_device_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +114,6 @@ class DecoderWeights:
     """hidden -> this shard's part of the logit columns."""
     draft_vocab: torch.Tensor | None
     """[draft_vocab_size] int64 target token id of each logit column; None when column i is token i."""
-
-
-def with_device_tokens(token_ids: torch.Tensor, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Token ids of rows, some of which are in device memory.
-
-    Args:
-        token_ids: [N] int64, used where `places` is negative.
-        ids: [M] int64 ids in device memory.
-        places: [N] int64 index into `ids`.
-    """
-    return torch.where(places >= 0, ids[places.clamp(min=0)], token_ids)
 
 
 class Decoder:

@@ -93,3 +93,14 @@ def unpack_words(packed: npt.NDArray[np.int32], tensors: Sequence[torch.Tensor])
         arrays.append(flat.reshape(tensor.shape))
         start += num_words
     return arrays
+
+
+def with_device_tokens(token_ids: torch.Tensor, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Token ids of rows, some of which are in device memory.
+
+    Args:
+        token_ids: [N] int64, used where `places` is negative.
+        ids: [M] int64 ids in device memory.
+        places: [N] int64 index into `ids`.
+    """
+    return torch.where(places >= 0, ids[places.clamp(min=0)], token_ids)
