@@ -182,7 +182,7 @@ class EngineConfig(Settings):
         return self.block_size or (CUDA_PAGE if self.device == "cuda" else CPU_BLOCK)
 
     @property
-    def draft_kernel(self) -> Literal["auto", "native", "torch", "triton"]:
+    def forward_kernel(self) -> Literal["auto", "native", "torch", "triton"]:
         """`kernel`, or `torch` if the block size is not a multiple that the native kernel needs."""
         return self.kernel if self.kv_block_size % CPU_BLOCK == 0 else "torch"
 
@@ -191,15 +191,10 @@ class EngineConfig(Settings):
         """Width of draft trees; 1 where drafts are chains."""
         return self.speculative.tree_width if self.speculative.tree == "auto" else 1
 
-    @property
-    def forward_kernel(self) -> Literal["auto", "native", "torch", "triton"]:
-        """Kernel of the target: as `draft_kernel`, or `torch` for a target with adapters."""
-        return self.draft_kernel if self.lora is None else "torch"
-
     @model_validator(mode="after")
     def _adapters_are_computed(self) -> Self:
-        if self.lora is not None and self.kernel in ("native", "triton"):
-            raise ValueError(f"kernel: {self.kernel} does not compute adapters; with lora allowed are auto and torch")
+        if self.lora is not None and self.kernel == "triton":
+            raise ValueError("kernel: triton does not compute adapters; with lora allowed are auto, native and torch")
         if self.lora is not None and self.cuda_graphs == "on":
             raise ValueError("cuda_graphs: on given, but recorded forwards have no adapters; with lora allowed is off")
         return self

@@ -30,8 +30,6 @@ def native_problem(engine: EngineConfig, config: ModelConfig | None = None) -> s
         engine: the settings.
         config: of the target; None leaves the model out of account.
     """
-    if engine.lora is not None:
-        return "it does not compute adapters (engine.lora)"
     if engine.forward_kernel == "torch":
         return "the settings choose torch"
     if engine.dtype == "float32":

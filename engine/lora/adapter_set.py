@@ -20,8 +20,11 @@ from engine.core.step import ForwardInput
 from engine.errors import ConfigError, EngineError
 from engine.lora.adapter_files import A_SUFFIX, B_SUFFIX, PREFIX, WEIGHTS_FILE, AdapterSpec
 from engine.lora.layers import ActiveRows, AdaptedLinear, LowRank, OutputPart, RowGroup
+from engine.lora.native_adapter import NativeAdapter
 from engine.model.decoder import DecoderWeights, Layer
 from engine.model.layers import GatedMlp, Linear
+from engine.model.load import Model
+from engine.model.native.decoder import NativeDecoder
 from engine.sampling.staging import to_device
 
 
@@ -50,6 +53,8 @@ class AdapterSet:
         self._active = ActiveRows()
         self._layers: list[tuple[AdaptedLinear, tuple[_Piece, ...]]] = []
         self._loaded: set[int] = set()
+        self._native: NativeDecoder | None = None
+        self._native_adapters: dict[int, NativeAdapter] = {}
 
     def wrap(self, config: ModelConfig, shard: ShardSpec, weights: DecoderWeights) -> DecoderWeights:
         """The same weights, with linear layers that add adapters. Call it once, as `adapt` of `load_model`.
@@ -61,6 +66,10 @@ class AdapterSet:
         """
         layers = [self._wrapped(config, shard, index, layer) for index, layer in enumerate(weights.layers)]
         return replace(weights, layers=tuple(layers))
+
+    def bind(self, model: Model) -> None:
+        """Note the model that was made of the wrapped weights, before an adapter is loaded."""
+        self._native = model if isinstance(model, NativeDecoder) else None
 
     @torch.inference_mode()
     def load(self, number: int, spec: AdapterSpec) -> None:
@@ -75,14 +84,21 @@ class AdapterSet:
                 loaded = [(linear, reader.low_rank(pieces)) for linear, pieces in self._layers]
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"lora: cannot read {spec.folder / WEIGHTS_FILE}: {error}") from None
-        for linear, low_rank in loaded:
-            if low_rank is not None:
-                linear.adapters[number] = low_rank
+        if self._native is not None:
+            config, products = self._native.config, [low_rank for _, low_rank in loaded]
+            step = len(products) // config.num_layers
+            layers = [products[first : first + step] for first in range(0, len(products), step)]
+            self._native_adapters[number] = NativeAdapter(config, layers)
+        else:
+            for linear, low_rank in loaded:
+                if low_rank is not None:
+                    linear.adapters[number] = low_rank
         self._loaded.add(number)
 
     def drop(self, number: int) -> None:
         """Free an adapter; unknown numbers are ignored. No later forward may use its number. In any thread."""
         self._loaded.discard(number)
+        self._native_adapters.pop(number, None)
         for linear, _ in self._layers:
             linear.adapters.pop(number, None)
 
@@ -95,12 +111,19 @@ class AdapterSet:
         numbers = forward_input.adapters
         if numbers is None:
             self._active.groups = ()
+            if self._native is not None:
+                self._native.adapters_of_rows = None
             return
         by_row = np.repeat(numbers, forward_input.q_lens)
         chosen = [int(number) for number in np.unique(by_row) if number != 0]
         missing = [number for number in chosen if number not in self._loaded]
         if missing:
             raise EngineError(f"adapters {missing} are not loaded")
+        if self._native is not None:
+            addresses = {0: 0} | {number: self._native_adapters[number].address for number in chosen}
+            by_span = [addresses[int(number)] for number in numbers]
+            self._native.adapters_of_rows = np.repeat(np.array(by_span, dtype=np.uint64), forward_input.q_lens)
+            return
         if len(chosen) == 1 and (by_row == chosen[0]).all():
             self._active.groups = (RowGroup(chosen[0], None),)
             return

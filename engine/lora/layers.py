@@ -92,13 +92,14 @@ class AdaptedLinear:
     """
 
     def __init__(self, base: Linear, active: ActiveRows) -> None:
-        self._base = base
+        self.base = base
+        """The layer without adapters."""
         self._active = active
         self.adapters: dict[int, LowRank] = {}
         """By number. An adapter that leaves this layer as it is has no entry."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._add(self._base(x), x)
+        return self._add(self.base(x), x)
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
         return F.silu(self(x), inplace=True)

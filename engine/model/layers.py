@@ -140,6 +140,12 @@ class QuantisedLinear:
         return self.plain().plus(x, other)
 
 
+def unwrapped(linear: Linear) -> Linear:
+    """The layer below one that adds adapters to it as `base`; other layers as they are."""
+    base: Linear = getattr(linear, "base", linear)
+    return base
+
+
 def make_linear(
     weight: torch.Tensor | Quantised, bias: torch.Tensor | None = None, *, kind: LinearKind = "auto"
 ) -> Linear:

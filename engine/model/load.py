@@ -66,7 +66,7 @@ def load_model(
         max_model_len: longest prompt and output that will be served; None means the model's limit.
         packed: let the native kernel multiply quantised weights as they are. The result has the same bits as with
             dequantised ones.
-        adapt: changes the layers of a model that PyTorch computes, before it is made.
+        adapt: wraps the layers of a model before it is made. The native kernel computes what is in the wrappers.
 
     Raises:
         ConfigError: the model's family is not supported, it cannot be divided into so many shards, or `kernel` is
@@ -199,6 +199,8 @@ def _load_decoder(
     )
     with torch.inference_mode():
         weights = loader.decoder(target_folder)
+        if adapt is not None:
+            weights = adapt(config, shard, weights)
         if native:
             threads = torch.get_num_threads()
             native_decoder = NativeDecoder(config, weights, feature_layers=feature_layers, num_threads=threads)
@@ -207,8 +209,6 @@ def _load_decoder(
             return native_decoder
         loader.check_all_read()
         _report_quantised(files, compute, None)
-        if adapt is not None:
-            weights = adapt(config, shard, weights)
         fused = compute.kernel == "triton"
         if fused and config.beyond_llama is not None:
             raise ConfigError(f"kernel: triton does not compute {config.beyond_llama}; allowed: auto, torch")

@@ -102,7 +102,7 @@ class DraftWorker:
         options: dict[str, Any] = {
             "dtype": dtype,
             "device": self._device,
-            "kernel": self._config.draft_kernel,
+            "kernel": self._config.forward_kernel,
             "max_model_len": self._config.max_model_len,
         }
         if checked.dflash is not None:

@@ -116,7 +116,6 @@ class TargetShard:
         dtype = pick_dtype(config.dtype)
         if config.lora is not None:
             self._adapters = AdapterSet(dtype=dtype, device=self.device)
-            _log.info("adapters are computed with PyTorch's operators; the target has no native kernel then")
         self._model = model = load_model(
             self.folder,
             dtype=dtype,
@@ -128,6 +127,8 @@ class TargetShard:
             packed=config.packed == "auto",
             adapt=None if self._adapters is None else self._adapters.wrap,
         )
+        if self._adapters is not None:
+            self._adapters.bind(model)
         num_blocks = num_kv_blocks(
             model.config,
             block_size=config.kv_block_size,

@@ -49,12 +49,22 @@ struct LayerWeights {
   const float *input_norm, *q_norm, *k_norm, *mlp_norm;                  // q_norm and k_norm null where absent
 };
 
+struct LowRank {  // the part of an adapter in one matrix: B A x is added to its product with x
+  const float *a, *b;  // [rank][inputs], [rank][outputs]
+  int32_t rank;        // 0: none
+};
+
+struct LayerAdapter {
+  LowRank q, k, v, o, gate, up, down;
+};
+
 struct NativeForward {
   int32_t num_rows, num_spans, table_width, num_logits, block_size, num_features;
   int32_t is_int8;  // whether the KV cache is int8 instead of bfloat16
   const int32_t *token_ids, *slots, *q_lens, *kv_lens, *block_tables, *logit_rows, *feature_layers;
   const int32_t* tree_slots;  // [num_spans] last KV slots of a span that are its tree; null without trees
   const uint64_t* ancestors;  // [num_rows] bits of a row's ancestors in the tree and of itself; null without trees
+  const LayerAdapter* const* adapters;  // [num_rows] all layers of the row's adapter, or null; null without adapters
   const float *cos, *sin;  // [num_rows, head_dim / 2]
   void *const *keys, *const *values;  // one of each per layer
   const bf16* embedded;  // [num_rows, hidden] input of the first layer; null takes the embeddings of token_ids
@@ -190,11 +200,11 @@ class Model {
     int feature = 0;
     for (int layer = 0; layer < shape_.num_layers; ++layer) {
       if (input.is_int8) {
-        attend(input, layers_[layer], static_cast<int8_t*>(input.keys[layer]), static_cast<int8_t*>(input.values[layer]));
+        attend(input, layer, static_cast<int8_t*>(input.keys[layer]), static_cast<int8_t*>(input.values[layer]));
       } else {
-        attend(input, layers_[layer], static_cast<bf16*>(input.keys[layer]), static_cast<bf16*>(input.values[layer]));
+        attend(input, layer, static_cast<bf16*>(input.keys[layer]), static_cast<bf16*>(input.values[layer]));
       }
-      feed_forward(input, layers_[layer]);
+      feed_forward(input, layer);
       if (feature < input.num_features && input.feature_layers[feature] == layer) keep_features(input, feature++);
     }
     logits(input);
@@ -271,19 +281,53 @@ class Model {
   }
 
   template <class T>
-  void attend(const NativeForward& input, const LayerWeights& layer, T* keys, T* values) {
+  void attend(const NativeForward& input, int number, T* keys, T* values) {
+    const LayerWeights& layer = layers_[number];
     normalise(layer.input_norm, nullptr, input.num_rows);
     project_to<false>(*layer.qkv, normed_.data, input.num_rows, layer.qkv_bias, projected_.data);
+    const int heads = shape_.heads * shape_.head_dim, groups = shape_.kv_heads * shape_.head_dim, width = heads + 2 * groups;
+    float* projected = projected_.data;
+    add_adapters(input, number, &LayerAdapter::q, normed_.data, shape_.hidden, projected, width, heads);
+    add_adapters(input, number, &LayerAdapter::k, normed_.data, shape_.hidden, projected + heads, width, groups);
+    add_adapters(input, number, &LayerAdapter::v, normed_.data, shape_.hidden, projected + heads + groups, width, groups);
     loop_rows(input.num_rows, [&](int row, int) { place(input, layer, row, keys, values); });
     pool_.loop(static_cast<int>(items_.size()), [&](int item, int thread) {
       attend_item(input, items_[item], keys, values, scratch_[thread]);
     });
     project_to<true>(*layer.o, context_.data, input.num_rows, layer.o_bias, residual_.data);
+    add_adapters(input, number, &LayerAdapter::o, context_.data, heads, residual_.data, shape_.hidden, shape_.hidden);
   }
 
-  void feed_forward(const NativeForward& input, const LayerWeights& layer) {
+  // Adds B A x to the rows of `to` that have an adapter. Rows of x have `depth` elements, those of `to` are `stride` apart.
+  void add_adapters(const NativeForward& input, int layer, LowRank LayerAdapter::*part, const bf16* x, int depth,
+                    float* to, long stride, int columns) {
+    if (!input.adapters) return;
+    loop_rows(input.num_rows, [&](int row, int) {
+      if (!input.adapters[row]) return;
+      const LowRank& low_rank = input.adapters[row][layer].*part;
+      const bf16* from = x + static_cast<long>(row) * depth;
+      float* sums = to + row * stride;
+      for (long r = 0; r < low_rank.rank; ++r) {
+        __m512 product = _mm512_setzero_ps();
+        for (int i = 0; i < depth; i += kLanes)
+          product = _mm512_fmadd_ps(load_bf16(from + i), _mm512_loadu_ps(low_rank.a + r * depth + i), product);
+        const __m512 inner = _mm512_set1_ps(_mm512_reduce_add_ps(product));
+        for (int i = 0; i < columns; i += kLanes)
+          _mm512_storeu_ps(sums + i, _mm512_fmadd_ps(inner, _mm512_loadu_ps(low_rank.b + r * columns + i), _mm512_loadu_ps(sums + i)));
+      }
+    });
+  }
+
+  void feed_forward(const NativeForward& input, int number) {
+    const LayerWeights& layer = layers_[number];
     normalise(layer.mlp_norm, nullptr, input.num_rows);
     constexpr int kUnits = 2 * kLanes;  // inner units of a panel
+    const long inner = shape_.inner;
+    if (input.adapters) {
+      std::fill_n(adapted_.get(input.num_rows * 2 * inner), input.num_rows * 2 * inner, 0.0f);
+      add_adapters(input, number, &LayerAdapter::gate, normed_.data, shape_.hidden, adapted_.data, 2 * inner, shape_.inner);
+      add_adapters(input, number, &LayerAdapter::up, normed_.data, shape_.hidden, adapted_.data + inner, 2 * inner, shape_.inner);
+    }
     project(*layer.gate_up, normed_.data, input.num_rows, [&](int panel, int first, int rows, const float* tile) {
       for (int row = 0; row < rows; ++row)
         for (int block = 0; block < 2; ++block) {
@@ -292,6 +336,11 @@ class Model {
           __m512 up = _mm512_load_ps(tile + row * 2 * kUnits + kUnits + block * kLanes);
           if (layer.gate_bias) gate = _mm512_add_ps(gate, _mm512_loadu_ps(layer.gate_bias + unit));
           if (layer.up_bias) up = _mm512_add_ps(up, _mm512_loadu_ps(layer.up_bias + unit));
+          if (input.adapters && input.adapters[first + row]) {
+            const float* added = adapted_.data + (first + row) * 2 * inner + unit;
+            gate = _mm512_add_ps(gate, _mm512_loadu_ps(added));
+            up = _mm512_add_ps(up, _mm512_loadu_ps(added + inner));
+          }
           const __m512 one = _mm512_set1_ps(1.0f);
           const __m512 fall = exp16(_mm512_sub_ps(_mm512_setzero_ps(), gate));
           const __m512 silu = _mm512_div_ps(gate, _mm512_add_ps(one, fall));
@@ -299,6 +348,7 @@ class Model {
         }
     });
     project_to<true>(*layer.down, inner_.data, input.num_rows, layer.down_bias, residual_.data);
+    add_adapters(input, number, &LayerAdapter::down, inner_.data, shape_.inner, residual_.data, shape_.hidden, shape_.hidden);
   }
 
   // Applies q/k norm and RoPE to a row. Writes q to its buffer, and k and v to their KV slot.
@@ -551,6 +601,7 @@ class Model {
   std::vector<AttentionItem> items_;
   std::vector<int> starts_;
   Buffer<float> residual_, projected_;
+  Buffer<float> adapted_;  // what adapters add to gate and up: [rows][2][inner]
   Buffer<bf16> normed_, query_, context_, inner_;
 };
 

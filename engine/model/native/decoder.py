@@ -22,7 +22,7 @@ from engine.checkpoint.weights import WHOLE
 from engine.core.step import ForwardInput, ForwardResult
 from engine.gguf.codes import stacked
 from engine.model.decoder import DecoderWeights, Layer, LayerCache, dense_mlp
-from engine.model.layers import Linear, PlainLinear, QuantisedLinear, make_linear
+from engine.model.layers import Linear, PlainLinear, QuantisedLinear, make_linear, unwrapped
 from engine.model.native.library import LayerWeights, NativeForward, Shape, load_library
 from engine.model.native.limits import check_native
 from engine.model.native.matrices import Matrices, PackedWeights
@@ -39,8 +39,8 @@ class NativeDecoder:
 
     Args:
         config: of the model.
-        weights: on the CPU, bf16 in `PlainLinear` layers or quantised in `QuantisedLinear` layers. They are copied and
-            may be freed.
+        weights: on the CPU, bf16 in `PlainLinear` layers or quantised in `QuantisedLinear` layers. Layers may be
+            wrapped. They are copied and may be freed.
         feature_layers: layers whose outputs a forward also returns, ascending.
         num_threads: threads of a forward, the caller's included.
 
@@ -61,6 +61,8 @@ class NativeDecoder:
         self.device = torch.device("cpu")
         self.draft_vocab = weights.draft_vocab
         self.feature_layers = feature_layers
+        self.adapters_of_rows: npt.NDArray[np.uint64] | None = None
+        """[N] addresses of the adapters of the next forward's rows, 0 for none; None if no row has one."""
         self.num_kv_heads = config.num_kv_heads
         self.logit_width = config.draft_vocab_size or config.vocab_size
         self._library = load_library()
@@ -134,6 +136,7 @@ class NativeDecoder:
             caches[0].keys.dtype is torch.int8,
             *(array.ctypes.data for array in integers),
             *((array.ctypes.data for array in masks) if masks else (None, None)),
+            None if self.adapters_of_rows is None else self.adapters_of_rows.ctypes.data,
             *(cos.data_ptr(), sin.data_ptr()),
             *(ctypes.addressof(keys), ctypes.addressof(values)),
             embedded.data_ptr() if embedded is not None else None,
@@ -211,6 +214,7 @@ def _contiguous(values: npt.NDArray[Any], dtype: type[np.generic]) -> npt.NDArra
 
 
 def _supported(linear: Linear) -> PlainLinear | QuantisedLinear:
+    linear = unwrapped(linear)
     if not isinstance(linear, PlainLinear | QuantisedLinear):
         raise TypeError(f"native weights are packed from plain or quantised layers, not {type(linear).__name__}")
     return linear

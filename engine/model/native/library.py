@@ -63,10 +63,22 @@ class NativeCodes(ctypes.Structure):
     ]
 
 
+class NativeLowRank(ctypes.Structure):
+    """An adapter's part in one matrix: addresses of float32 A [rank, inputs] and B [rank, outputs]; rank 0 for none."""
+
+    _fields_ = [("a", ctypes.c_void_p), ("b", ctypes.c_void_p), ("rank", ctypes.c_int32)]
+
+
+class LayerAdapter(ctypes.Structure):
+    """An adapter's parts in one layer."""
+
+    _fields_ = [(name, NativeLowRank) for name in ("q", "k", "v", "o", "gate", "up", "down")]
+
+
 class NativeForward(ctypes.Structure):
     """Sizes and addresses of one forward: integers (int32), rotations (float32), caches and results.
 
-    `tree_slots` and `ancestors` (uint64) are null where no draft branches.
+    `tree_slots` and `ancestors` (uint64) are null where no draft branches, `adapters` where no row has one.
     """
 
     _fields_ = [
@@ -81,7 +93,7 @@ class NativeForward(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in (
                 *("token_ids", "slots", "q_lens", "kv_lens", "block_tables", "logit_rows", "feature_layers"),
-                *("tree_slots", "ancestors"),
+                *("tree_slots", "ancestors", "adapters"),
                 *("cos", "sin", "keys", "values", "embedded", "logits", "features"),
             )
         ),

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from fakes import FixedPacer, RandomPacer
 from local_engine import LocalEngine
+from native_library import needs_library
 from tiny_adapters import write_adapter, write_merged
 from tiny_models import VOCAB, write_model
 
@@ -100,6 +101,38 @@ def test_mixed_batches_give_the_tokens_of_each_merged_model(models: Models, tmp_
         if "lookup" in mode:
             assert sum(stats.num_accepted for stats in engine.stats) > 0
     assert len({tuple(tokens) for tokens in models.expected.values()}) == 9, "the adapters change nothing"
+
+
+@needs_library
+def test_on_the_native_kernel_drafts_change_no_token(tmp_path: Path) -> None:
+    """bfloat16: the tokens of each request alone and without drafts, bit for bit, in a mixed batch with drafts."""
+    model = write_model(
+        tmp_path / "model", "qwen2", hidden_size=96, intermediate_size=160, head_dim=64, num_attention_heads=6
+    )
+    adapters = {ref: write_adapter(tmp_path / ref.name, model, seed=ref.number) for ref in (FIRST, SECOND)}
+    rng = random.Random(6)
+    prompts = [[rng.randrange(VOCAB) for _ in range(20)] * 2 for _ in range(2)]
+    submits = [
+        request(f"{index}-{adapter.name if adapter else 'base'}", prompt, adapter)
+        for index, prompt in enumerate(prompts)
+        for adapter in ADAPTERS
+    ]
+    options: dict[str, Any] = {"dtype": "bfloat16", "kernel": "native", "lora": {}}
+    drafted = {"speculative": {"method": "ngram", "k": 6, "ngram_min": 1}, "pacer": RandomPacer(3, max_k=6)}
+    outputs = []
+    for settings in ({}, drafted):
+        with LocalEngine(model, **options, **settings) as engine:
+            for ref, folder in adapters.items():
+                engine.load_adapter(ref, folder)
+            if settings:
+                outputs.append(engine.generate(submits))
+                assert sum(stats.num_drafted for stats in engine.stats) > 0
+            else:
+                outputs.append({})
+                for submit in submits:
+                    outputs[0] |= engine.generate([submit])
+    assert outputs[0] == outputs[1]
+    assert len({tuple(tokens) for tokens in outputs[0].values()}) == len(submits), "the adapters change nothing"
 
 
 def test_cached_prefixes_do_not_cross_adapters(models: Models) -> None:
