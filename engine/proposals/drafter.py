@@ -53,7 +53,8 @@ class MergedDrafter:
         self._lookup = lookup
         self._model = model
         self.rates = rates or SourceRates()
-        """What both are expected to yield."""
+        """What both are expected to yield for the base model."""
+        self._adapter_rates: dict[str, SourceRates] = {}  # by name; adapters share nothing
         self._num_drafted = 0
         self._merged: dict[int, _Merged] = {}  # of the step that is being verified, by index of the span
 
@@ -89,16 +90,20 @@ class MergedDrafter:
         if self._model is not None:
             self._model.forget(keys)
 
+    def _rates_of(self, span: Span) -> SourceRates:
+        name = span.request.adapter_name
+        return self._adapter_rates.setdefault(name, SourceRates()) if name else self.rates
+
     def _find(self, span: Span) -> list[Match]:
         """The continuations that lookup finds for a span, none where it must not draft."""
         most = max(span.k, span.max_lookup_k)
         if self._lookup is None or most == 0:
             return []
-        workload = span.request.submit.sampling.workload
+        workload, rates = span.request.submit.sampling.workload, self._rates_of(span)
         return self._lookup.continuations(
             span.request,
             most,
-            lambda match_len, is_shared: self.rates.of_lookup(workload, match_len, is_shared=is_shared),
+            lambda match_len, is_shared: rates.of_lookup(workload, match_len, is_shared=is_shared),
         )
 
     def _budget(self, span: Span, matches: Sequence[Match]) -> int:
@@ -110,11 +115,13 @@ class MergedDrafter:
     def _num_to_ask(self, span: Span, matches: Sequence[Match]) -> int:
         certain = [reach for match in matches for reach in _cumulative(match)]
         budget = self._budget(span, matches)
-        of_places = self.rates.of_places(span.request.submit.sampling.workload, budget)
+        of_places = self._rates_of(span).of_places(span.request.submit.sampling.workload, budget)
         return min(span.k, num_to_ask(certain, of_places, span.node_price))
 
     def _row(self, index: int, span: Span, matches: Sequence[Match], drafted: DraftRow) -> DraftRow:
         """The draft of one span. `drafted` is the model's own draft, or the empty row of a span without one."""
+        if drafted.num_on_device:
+            return drafted  # The host does not know its tokens, so nothing can be merged with them.
         model = drafted if drafted.token_ids else None
         if not matches and model is None:
             return replace(drafted, reason="no_match") if self._model is None and span.k > 0 else drafted
@@ -150,60 +157,68 @@ class MergedDrafter:
         for nodes in children_of(parents):
             for rank, node in enumerate(nodes):
                 confidence = row.confidences[node] if row.confidences else 1.0
-                expected[node] = self.rates.of_model(workload, confidence, rank, node_depths[node], drawn=drawn)
+                expected[node] = self._rates_of(span).of_model(
+                    workload, confidence, rank, node_depths[node], drawn=drawn
+                )
                 q_rows[node] = nodes[0]
         return Proposal(row.token_ids, parents, tuple(expected), tuple(q_rows) if drawn else ())
 
     def _count(self, span: Span, merged: _Merged, row: RowVerdict) -> None:
         """Learn from the verification of one tree."""
-        workload = span.request.submit.sampling.workload
+        workload, rates = span.request.submit.sampling.workload, self._rates_of(span)
         path = row.path or tuple(range(row.num_accepted))
         if merged.model is not None:
-            self._count_model(workload, merged.model, merged.model_places, path)
+            _count_model(rates, workload, merged.model, merged.model_places, path)
         for match, places in zip(merged.matches, merged.match_places, strict=False):
-            self._count_match(workload, match, places, path)
+            _count_match(rates, workload, match, places, path)
 
-    def _count_match(self, workload: WorkloadClass, match: Match, places: Sequence[int], path: Sequence[int]) -> None:
-        found, node = match.continuations, -1
-        below = children_of(found.parents)
-        for depth in range(len(path) + 1):
-            accepted = -1
-            for child in below[node + 1]:
-                if places[child] >= 0:
-                    is_accepted = depth < len(path) and places[child] == path[depth]
-                    accepted = child if is_accepted else accepted
-                    self.rates.saw_lookup(
-                        *(workload, match.match_len, found.roles[child], depth),
-                        is_shared=match.is_shared,
-                        accepted=is_accepted,
-                    )
-            if accepted < 0:
-                return
-            node = accepted
 
-    def _count_model(
-        self, workload: WorkloadClass, model: DraftRow, places: Sequence[int], path: Sequence[int]
-    ) -> None:
-        accepted_places = set(path)
-        for place, node in enumerate(places):
-            if node >= 0:
-                self.rates.saw_place(workload, place, accepted=node in accepted_places)
-        if not model.confidences:
+def _count_match(
+    rates: SourceRates, workload: WorkloadClass, match: Match, places: Sequence[int], path: Sequence[int]
+) -> None:
+    """Count the verified nodes of a match."""
+    found, node = match.continuations, -1
+    below = children_of(found.parents)
+    for depth in range(len(path) + 1):
+        accepted = -1
+        for child in below[node + 1]:
+            if places[child] >= 0:
+                is_accepted = depth < len(path) and places[child] == path[depth]
+                accepted = child if is_accepted else accepted
+                rates.saw_lookup(
+                    *(workload, match.match_len, found.roles[child], depth),
+                    is_shared=match.is_shared,
+                    accepted=is_accepted,
+                )
+        if accepted < 0:
             return
-        below = children_of(model.parents or chain_parents(len(model.token_ids)))
-        node = -1
-        for depth in range(len(path) + 1):
-            children = [child for child in below[node + 1] if places[child] >= 0]
-            if not children:
-                return
-            promised = sum(model.confidences[child] for child in children)
-            if model.probs is not None:  # of drawn siblings each has the largest probability
-                promised = 1 - (1 - min(1.0, model.confidences[children[0]])) ** len(children)
-            accepted = [child for child in children if depth < len(path) and places[child] == path[depth]]
-            self.rates.saw_model(workload, depth, expected=min(1.0, promised), accepted=bool(accepted))
-            if not accepted:
-                return
-            node = accepted[0]
+        node = accepted
+
+
+def _count_model(
+    rates: SourceRates, workload: WorkloadClass, model: DraftRow, places: Sequence[int], path: Sequence[int]
+) -> None:
+    """Count the verified nodes of the model's draft."""
+    accepted_places = set(path)
+    for place, node in enumerate(places):
+        if node >= 0:
+            rates.saw_place(workload, place, accepted=node in accepted_places)
+    if not model.confidences:
+        return
+    below = children_of(model.parents or chain_parents(len(model.token_ids)))
+    node = -1
+    for depth in range(len(path) + 1):
+        children = [child for child in below[node + 1] if places[child] >= 0]
+        if not children:
+            return
+        promised = sum(model.confidences[child] for child in children)
+        if model.probs is not None:  # of drawn siblings each has the largest probability
+            promised = 1 - (1 - min(1.0, model.confidences[children[0]])) ** len(children)
+        accepted = [child for child in children if depth < len(path) and places[child] == path[depth]]
+        rates.saw_model(workload, depth, expected=min(1.0, promised), accepted=bool(accepted))
+        if not accepted:
+            return
+        node = accepted[0]
 
 
 def _confidences(model: DraftRow, tree: MergedTree) -> tuple[float, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from fakes import FixedPacer, RandomPacer, ToyEngine, ToyModel, toy_drafter
 from msgspec import structs
@@ -12,7 +14,7 @@ from engine.core.pacing import NUM_MATCH_CLASSES
 from engine.core.request import Request
 from engine.core.step import Batch, Draft, DraftRow, RowVerdict, Span, Verdict
 from engine.lookup.ngram import Lookup
-from engine.messages import SamplingParams, Submit
+from engine.messages import AdapterRef, SamplingParams, Submit
 from engine.proposals.drafter import EXPLORE_DRAFTS, MergedDrafter
 
 REPEATING, NEW = [1, 2, 3, 8, 1, 2], [4, 0, 1]
@@ -117,6 +119,15 @@ def test_without_a_model_lookup_is_the_method() -> None:
     assert without == DraftRow(reason="no_match")
 
 
+def test_tokens_that_only_the_device_has_are_left_alone() -> None:
+    model = toy_drafter(ToyModel(vocab_size=9), on_device=True)
+    draft = MergedDrafter(Lookup(min_size=2, max_size=3), model).draft(batch_of(REPEATING, k=3))
+    (row,) = draft.rows
+    assert draft.on_device is not None
+    assert row.num_on_device > 0
+    assert row.token_ids == ()
+
+
 def test_what_was_accepted_is_learnt_by_source() -> None:
     model = Model()
     drafter = merged(model)
@@ -132,6 +143,25 @@ def test_what_was_accepted_is_learnt_by_source() -> None:
     assert model.committed_steps == 30
     drafter.forget([0])
     assert model.forgotten == [0]
+
+
+def test_an_adapter_is_learnt_apart() -> None:
+    drafter, lookup_nodes = merged(None), 0
+    adapter = AdapterRef(number=1, name="a")
+    for _ in range(30):
+        batch = batch_of(REPEATING, k=3)
+        (span,) = batch.spans
+        span.request.submit = replace(span.request.submit, adapter=adapter)
+        lookup_nodes += len(drafter.draft(batch).rows[0].token_ids)
+        drafter.committed(batch, Verdict((RowVerdict((9,), 0, "recovered"),)))
+    assert lookup_nodes == 90
+    base = drafter.rates.of_lookup("greedy", 2, is_shared=False)("alone", 0)
+    assert base == MergedDrafter(None, None).rates.of_lookup("greedy", 2, is_shared=False)("alone", 0)
+    for _ in range(30):
+        batch = batch_of(REPEATING, k=3)
+        drafter.draft(batch)
+        drafter.committed(batch, Verdict((RowVerdict((9,), 0, "recovered"),)))
+    assert drafter.rates.of_lookup("greedy", 2, is_shared=False)("alone", 0) < base / 2
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=1.0, seed=3)], ids=["greedy", "coupled"])
