@@ -127,10 +127,10 @@ def _add_positions(rows: list[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _by_draft_class(outcomes: Sequence[RowOutcome], method: Method) -> dict[DraftClass, Counts]:
-    """Counts of all drafts but those that a grammar forced."""
+    """Counts of all drafts but those that a grammar forced, and trees of lookup and model, which belong to neither."""
     lengths: dict[DraftClass, Counter[tuple[Sequence[int], Sequence[int]]]] = {}
     for outcome in outcomes:
-        if outcome.source == "grammar":
+        if outcome.source in ("grammar", "merged"):
             continue
         draft_class = DraftClass("ngram" if outcome.source == "lookup" else method, outcome.workload, outcome.adapter)
         num_drafts = lengths.setdefault(draft_class, Counter())

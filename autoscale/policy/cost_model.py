@@ -186,7 +186,7 @@ class CostModel:
 
     def observe(self, stats: StepStats) -> StepCost:
         """Learn from a step. Returns what was predicted of it before, which also enters `error`."""
-        drafted = [outcome.num_drafted for outcome in stats.outcomes if outcome.source == "method"]
+        drafted = [outcome.num_drafted for outcome in stats.outcomes if outcome.source in ("method", "merged")]
         depth, batch = max(drafted, default=0), len(drafted)
         prompts = stats.num_prefill_tokens
         context, caught_up = stats.context_len, stats.num_caught_up

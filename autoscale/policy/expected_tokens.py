@@ -26,7 +26,7 @@ def expected_tokens(stats: StepStats, acceptance: Acceptance, lookup: LookupK | 
         draft_class = (outcome.workload, outcome.adapter, outcome.source, outcome.match_len)
         if draft_class not in by_class:
             used = acceptance
-            if lookup is not None and outcome.source == "lookup":
+            if lookup is not None and outcome.source in ("lookup", "merged"):
                 used = lookup.acceptance_of(outcome.match_len)
             rates = used.by_position(outcome.workload, outcome.adapter)
             by_class[draft_class] = [0.0, *np.cumprod(rates).cumsum().tolist()]

@@ -99,8 +99,9 @@ class Goodput:
         prediction = self._predict(stats, self.cost.observe(stats))
         if self.lookup is not None:
             self.lookup.observe(stats.outcomes, stats.ended)
-        outcomes = [outcome for outcome in stats.outcomes if outcome.source == "method"]
-        self.acceptance.observe(outcomes)
+        outcomes = [outcome for outcome in stats.outcomes if outcome.source in ("method", "merged")]
+        # What lookup adds to a merged tree it would have without the model too.
+        self.acceptance.observe([outcome for outcome in outcomes if outcome.source == "method"])
         self.acceptance.forget(stats.ended)
         if outcomes:
             self.switch.drafted(self._now_s)

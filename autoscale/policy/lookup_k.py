@@ -1,9 +1,10 @@
 """K of prompt lookup drafts, where prompt lookup is asked before a draft model.
 
 Owns the acceptance of these drafts, apart from the model's own drafts and by the length of the match: two recurring
-tokens are often chance, eight hardly ever. A lookup draft costs only its rows in the target's forward. So a row is
-drafted where its cumulative acceptance exceeds the tokens that the step yields in the time the row takes. No switch
-and no catching up are needed.
+tokens are often chance, eight hardly ever. A tree with nodes of both counts here, because the model's acceptance must
+not contain what lookup has without it. A lookup draft costs only its rows in the target's forward. So a row is drafted
+where its cumulative acceptance exceeds the tokens that the step yields in the time the row takes. No switch and no
+catching up are needed.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class LookupK:
         """Learn from the lookup drafts among `outcomes`, and forget the requests that ended."""
         by_class: list[list[RowOutcome]] = [[] for _ in self._acceptance]
         for outcome in outcomes:
-            if outcome.source == "lookup":
+            if outcome.source in ("lookup", "merged"):
                 by_class[match_class(outcome.match_len)].append(outcome)
         for acceptance, matched in zip(self._acceptance, by_class, strict=True):
             acceptance.observe(matched)

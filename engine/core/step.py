@@ -38,8 +38,9 @@ KReason = Literal[
 ]
 """Why a request has its K in a step."""
 
-DraftSource = Literal["method", "lookup", "grammar"]
-"""What drafted: the configured method, prompt lookup ahead of it, or a grammar that allows one token only."""
+DraftSource = Literal["method", "lookup", "merged", "grammar"]
+"""What drafted: the configured method, prompt lookup ahead of it, both in one tree, or a grammar that allows one token
+only."""
 
 
 class Span(Struct, frozen=True, gc=False):

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from engine.core.drafter import Drafter, empty_rows
 from engine.core.pacing import match_class
-from engine.core.step import Batch, Draft, DraftRow, RowVerdict, Span, Verdict
+from engine.core.step import Batch, Draft, DraftRow, DraftSource, RowVerdict, Span, Verdict
 from engine.lookup.ngram import Lookup, Match
 from engine.messages import WorkloadClass
 from engine.proposals.merge import MergedTree, Proposal, merge
@@ -143,11 +143,16 @@ class MergedDrafter:
             probs=model.probs if model is not None else None,
             confidences=_confidences(model, tree) if model is not None and not matches else (),
             reason=span.reason if span.k > 0 else "plan",
-            source="lookup" if model is None and self._model is not None else "method",
+            source=self._source(matches, model),
             match_len=max((match.match_len for match in matches), default=0),
             parents=tree.parents if needs_trials or branches(tree.parents) else (),
             trials=tree.trials if needs_trials else (),
         )
+
+    def _source(self, matches: Sequence[Match], model: DraftRow | None) -> DraftSource:
+        if self._model is None or not matches:
+            return "method"
+        return "lookup" if model is None else "merged"
 
     def _of_model(self, span: Span, row: DraftRow, *, drawn: bool) -> Proposal:
         workload = span.request.submit.sampling.workload

@@ -120,6 +120,22 @@ def test_each_source_is_learned_and_pooled_separately() -> None:
     }
 
 
+def test_a_tree_of_lookup_and_model_tells_nothing_of_the_model_s_acceptance() -> None:
+    """Lookup would have its part without the model. The draft's passes are part of the cost all the same."""
+    pacer = make_goodput("eagle", MAX_K, cpu_table(), lookup=True)
+    before, pass_s = pacer.acceptance.by_position().copy(), pacer.cost.pass_s(1)
+    assert pacer.lookup is not None
+    step = step_of(RowOutcome(1, 3, 0, 10, source="merged", match_len=2))
+    for _ in range(50):
+        pacer.observe(structs.replace(step, draft_s=1.0, step_s=1.1))
+    assert np.array_equal(pacer.acceptance.by_position(), before)
+    assert pacer.lookup.acceptance_of(2).by_position()[0] < 0.1
+    assert pacer.cost.pass_s(1) > 2 * pass_s
+    aggregator = Aggregator("eagle")
+    aggregator.add(step, Prediction())
+    assert aggregator.take().by_draft_class == {}
+
+
 def test_lookup_drafts_teach_the_cost_model_rows_but_no_passes() -> None:
     cost = CostModel(cpu_table())
     before = cost.pass_s(1)

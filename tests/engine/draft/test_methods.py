@@ -46,7 +46,7 @@ def test_each_method_drafts_from_its_sources(config: SpeculativeConfig, expected
 
 
 @pytest.mark.parametrize(
-    ("method", "first"), [("ngram", ["method", "no_match"]), ("draft_model", ["method", "method"])]
+    ("method", "first"), [("ngram", ["method", "no_match"]), ("draft_model", ["merged", "method"])]
 )
 def test_with_branches_lookup_and_model_are_merged(method: Method, first: list[str]) -> None:
     draft = "d" if method == "draft_model" else None

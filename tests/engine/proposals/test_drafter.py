@@ -67,7 +67,7 @@ def test_a_text_with_a_match_gets_both_and_one_without_the_model_s_own() -> None
     assert set(both.token_ids) > {3, 7}
     assert len(both.token_ids) == 4
     assert both.parents[both.token_ids.index(3)] == both.parents[both.token_ids.index(7)] == -1
-    assert (both.source, both.reason, both.confidences) == ("method", "probe", ())
+    assert (both.source, both.reason, both.confidences) == ("merged", "probe", ())
     assert own == DraftRow((7, 8, 9, 10), confidences=(0.5,) * 4, reason="probe")
     assert 0 < model.asked[0] < model.asked[1] == 4, "less is asked where lookup has something"
     assert draft.draft_s == 1.0
