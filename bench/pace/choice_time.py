@@ -124,6 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             simulated_s=options.seconds,
         )
         windows = pacer.window_us()
+        if not windows:
+            parser.error(f"--seconds: {options.seconds:g} given, which is shorter than the warm-up and one window")
         figures = [f"{figure:.1f}" for figure in (min(windows), statistics.median(windows), max(windows))]
         shown.add_row(load.name, *figures, f"{pacer.num_drafting / len(pacer.seconds):.0%}")
     Console().print(shown)
