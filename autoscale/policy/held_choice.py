@@ -33,8 +33,8 @@ class HeldChoice:
     It holds while the plan, the batch and the number of prompt rows stay the same. While drafting is off, every request
     of a workload gets the same choice, so the choice then holds for any batch.
 
-    At 32 requests a new choice takes 110 us or more and a held one 1.5 us. So a step of a steady batch spends about 15
-    us on it, where it would spend 110 us (one x86 core, best of 600).
+    At 32 requests a new choice takes about 95 us and a held one 1.5 us. So a step of a steady batch spends about 15 us
+    on it (one x86 core, `bench/pace/choice_time.py`).
 
     Args:
         classes: gives the rows of requests.
