@@ -1,0 +1,106 @@
+"""The draft buffer over the lives of drafts: its capacities, what a draft must fit, and who learns of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from engine.draft.messages import DraftInfo
+from engine.draft.remote import RemoteDrafter
+from engine.draft_buffer.layout import BufferSpec
+from engine.errors import ConfigError, EngineError
+from engine.ipc.wire import DraftStatus
+from engine.workers.draft_connection import DraftConnection, FeatureShape
+
+
+@pytest.mark.parametrize(
+    ("width", "itemsize", "max_step_rows", "num_rows"),
+    [
+        (0, 2, 100, 0),
+        (1, 2, 100, 16_384),  # the bound on rows
+        (4096, 2, 100, 16_384),  # which the memory just holds
+        (4097, 2, 100, 16_380),
+        (8192, 4, 100, 4096),
+        (8192, 4, 2048, 4096),
+        (8192, 4, 2049, 4098),  # two forwards, whatever the memory
+    ],
+)
+def test_features_are_kept_as_long_as_memory_allows(
+    width: int, itemsize: int, max_step_rows: int, num_rows: int
+) -> None:
+    assert FeatureShape(width, itemsize, max_step_rows).num_rows == num_rows
+
+
+@pytest.fixture
+def reports() -> list[DraftStatus]:
+    return []
+
+
+@pytest.fixture
+def connect(reports: list[DraftStatus]) -> Iterator[Callable[[FeatureShape], DraftConnection]]:
+    made: list[DraftConnection] = []
+
+    def connected(features: FeatureShape) -> DraftConnection:
+        drafter = RemoteDrafter(max_request_tokens=8, max_released=2, deadline_s=1.0, on_down=lambda _: None)
+        connection = DraftConnection(
+            drafter,
+            max_rows=4,
+            max_k=3,
+            target_vocab=90,
+            features=features,
+            device=torch.device("cpu"),
+            node_id="node",
+            in_loop=lambda call: call(),
+            report=reports.append,
+        )
+        made.append(connection)
+        return connection
+
+    yield connected
+    for connection in made:
+        connection.close()
+        connection.close()
+
+
+Connect = Callable[[FeatureShape], DraftConnection]
+NONE = FeatureShape(0, 2, 10)
+
+
+def test_the_buffer_has_room_for_the_engine_s_largest_request(connect: Connect) -> None:
+    connection = connect(FeatureShape(6, 4, 9000))
+    assert connection.positions_per_pass == 1
+    handle = connection.open(DraftInfo(50, tuple(range(50)), feature_width=6, positions_per_pass=3), epoch=7)
+    assert (handle.epoch, handle.node_id, connection.positions_per_pass) == (7, "node", 3)
+    assert handle.spec == BufferSpec(
+        max_rows=4,
+        max_k=3,
+        max_request_tokens=4096,
+        max_released=1024,
+        draft_vocab=50,
+        target_vocab=90,
+        feature_rows=18_000,
+        feature_width=6,
+        feature_itemsize=4,
+    )
+
+
+def test_the_next_draft_gets_the_same_buffer_in_another_epoch(connect: Connect) -> None:
+    connection = connect(NONE)
+    first = connection.open(DraftInfo(50, None), epoch=1)
+    second = connection.open(DraftInfo(50, None, positions_per_pass=2), epoch=2)
+    assert (first.epoch, second.epoch, second.spec) == (1, 2, first.spec)
+    assert connection.positions_per_pass == 2
+
+
+def test_a_draft_of_other_features_is_refused(connect: Connect) -> None:
+    message = r"feature width: it reads 6 numbers per position, the target gives 0 \(feature layers x hidden size\)"
+    with pytest.raises(ConfigError, match=message):
+        connect(NONE).open(DraftInfo(50, None, feature_width=6), epoch=1)
+
+
+def test_nothing_is_attached_before_a_buffer_is_made(connect: Connect, reports: list[DraftStatus]) -> None:
+    with pytest.raises(EngineError, match="no draft buffer has been made for this draft"):
+        connect(NONE).attach(1.0, None)
+    assert reports == []
