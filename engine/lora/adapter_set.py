@@ -55,6 +55,7 @@ class AdapterSet:
         self._loaded: set[int] = set()
         self._native: NativeDecoder | None = None
         self._native_adapters: dict[int, NativeAdapter] = {}
+        self._in_forward: list[NativeAdapter] = []  # keeps their memory while the kernel reads it
 
     def wrap(self, config: ModelConfig, shard: ShardSpec, weights: DecoderWeights) -> DecoderWeights:
         """The same weights, with linear layers that add adapters. Call it once, as `adapt` of `load_model`.
@@ -120,7 +121,8 @@ class AdapterSet:
         if missing:
             raise EngineError(f"adapters {missing} are not loaded")
         if self._native is not None:
-            addresses = {0: 0} | {number: self._native_adapters[number].address for number in chosen}
+            self._in_forward = [self._native_adapters[number] for number in chosen]
+            addresses = {0: 0} | {n: adapter.address for n, adapter in zip(chosen, self._in_forward, strict=True)}
             by_span = [addresses[int(number)] for number in numbers]
             self._native.adapters_of_rows = np.repeat(np.array(by_span, dtype=np.uint64), forward_input.q_lens)
             return

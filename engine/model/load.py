@@ -279,7 +279,7 @@ def _report_quantised(files: WeightFiles, compute: Compute, packed: PackedWeight
         files.packing,
         files.stored_bytes() / 1e9,
         form,
-        "; activations and the KV cache stay unquantised" if asked else "",
+        "; activations stay unquantised, and the KV cache is as kv_cache_dtype says" if asked else "",
     )
 
 

@@ -85,7 +85,7 @@ def test_the_load_says_what_it_does_and_what_memory_it_takes(
     (line,) = [record.getMessage() for record in caplog.records if "quantised" in record.getMessage()]
     assert re.fullmatch(
         r"quantised weights \(compressed-tensors 8-bit integers\), 0\.\d{3} GB in the files, are dequantised once to "
-        r"bfloat16: 0\.\d{3} GB in memory; activations and the KV cache stay unquantised",
+        r"bfloat16: 0\.\d{3} GB in memory; activations stay unquantised, and the KV cache is as kv_cache_dtype says",
         line,
     )
 
