@@ -113,11 +113,13 @@ class Bench:
 
     def __init__(self, shard: TargetShard, endpoint: TargetEndpoint | None, info: DraftInfo | None) -> None:
         self._shard = shard
+        config = shard.config
         self._endpoint = endpoint
         self._info = info
+        # One for all engines: it keeps the moves of accepted paths for the next forward, whichever engine runs it.
+        self._verifier = Verifier(shard.forward, block_size=config.kv_block_size, clock=shard.step_clock())
         self._table: CostTable | None = None
         self._engines: dict[str, _Made] = {}
-        config = shard.config
         self._pool = BlockPool(shard.runner.num_blocks, config.kv_block_size, prefix_cache=True)
         set_threads(config, own_threads=shard.runner.model.own_threads)
 
@@ -183,7 +185,7 @@ class Bench:
         return Engine(
             scheduler=scheduler,
             drafter=made.drafter,
-            verifier=Verifier(shard.forward, block_size=config.kv_block_size, clock=shard.step_clock()),
+            verifier=self._verifier,
             committer=Committer(pool, scheduler, max_model_len=max_len),
             publish=made.publish,
             pacer=pacer,
