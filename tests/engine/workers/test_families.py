@@ -81,7 +81,8 @@ def test_a_quantised_target_with_a_quantised_draft(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("family", "shards"), [("gemma3_text", 1), ("llama", 2)])
 def test_trees_give_the_same_greedy_output(tmp_path: Path, family: str, shards: int) -> None:
-    """The llama's draft is its own quantised copy: near it, so that paths through branches are accepted and moved."""
+    """The llama's draft is its own quantised copy: near it, so that paths through branches are accepted and moved. Its
+    trees are merged with prompt lookup."""
     folder = write_model(tmp_path / "target", family)
     wanted = expected(folder)
     draft = write_model(tmp_path / "draft", "llama", seed=1)
@@ -90,7 +91,7 @@ def test_trees_give_the_same_greedy_output(tmp_path: Path, family: str, shards: 
     with LocalEngine(
         folder,
         draft_folder=draft,
-        speculative={"k": 12, "tree": "auto", "tree_width": 4},
+        speculative={"k": 12, "tree": "auto", "tree_width": 4, "lookup": family == "llama"},
         pacer=RandomPacer(1, max_k=12),
         max_num_requests=3,
         tensor_parallel_size=shards,
