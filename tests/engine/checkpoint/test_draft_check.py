@@ -91,3 +91,45 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, text: str) -> None
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"tokenizer\.json is not a tokenizer"):
         vocabulary_digest(path)
+
+
+MEDUSA: dict[str, Any] = {"medusa_num_heads": 3}
+
+
+def test_medusa_heads_take_what_they_leave_out_from_their_target(tmp_path: Path) -> None:
+    target, folder = write(tmp_path / "target", max_position_embeddings=77), tmp_path / "draft"
+    folder.mkdir()
+    for sizes in ({}, {"hidden_size": 16}, {"vocab_size": 90}):
+        (folder / "config.json").write_text(json.dumps(MEDUSA | sizes))
+        config = check_draft(folder, target)
+        assert (config.hidden_size, config.vocab_size, config.feature_layers, config.max_model_len) == (
+            16,
+            90,
+            (2,),
+            77,
+        )
+    for name, given, expected in (("hidden_size", 17, 16), ("vocab_size", 89, 90)):
+        (folder / "config.json").write_text(json.dumps(MEDUSA | {name: given}))
+        with pytest.raises(
+            ConfigError, match=f"draft: {name}: the draft was made for {given}, the target has {expected}"
+        ):
+            check_draft(folder, target)
+    with pytest.raises(ConfigError, match="holds Medusa heads, which are a draft and no model"):
+        check_draft(target, folder)
+
+
+def test_an_eagle_3_head_reads_its_layers_and_serves_the_target_s_length(tmp_path: Path) -> None:
+    target = write(tmp_path / "target", num_hidden_layers=8, max_position_embeddings=500)
+    head = {"draft_vocab_size": 50, "num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle3"]}
+    found = check_draft(write(tmp_path / "draft", max_position_embeddings=100, **head), target)
+    assert (found.feature_layers, found.max_model_len) == ((1, 3, 4), 500)
+    longer = write(tmp_path / "longer", max_position_embeddings=900, eagle_aux_hidden_state_layer_ids=[2, 8], **head)
+    found = check_draft(longer, target)
+    assert (found.feature_layers, found.max_model_len) == ((1, 7), 900)
+    for changes, message in (
+        ({"target_hidden_size": 17}, "target_hidden_size: the draft was made for 17, the target has 16"),
+        ({"vocab_size": 91}, "vocab_size: the draft was made for 91, the target has 90"),
+        ({"eagle_aux_hidden_state_layer_ids": [9]}, r"it reads layers \[8\], the target has 0 to 7"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_draft(write(tmp_path / "wrong", **head | changes), target)

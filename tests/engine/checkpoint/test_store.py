@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tiny_gguf import write_gguf
 
-from engine.checkpoint.store import convert_embedded, resolve_model
+from engine.checkpoint.store import convert_embedded, gguf_folder, resolve_model
 from engine.errors import ConfigError
 from engine.model.load import load_model
 
@@ -110,3 +110,28 @@ def test_pickled_weights_are_refused(tmp_path: Path) -> None:
 def test_a_missing_gguf_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"gone\.gguf"):
         convert_embedded(tmp_path / "gone.gguf", tmp_path, progress=False)
+
+
+def test_the_folder_of_a_gguf_file_is_made_once_for_each_state_of_it(tmp_path: Path, tiny_gguf: Path) -> None:
+    source = tmp_path / "models" / "own.gguf"
+    source.parent.mkdir()
+    source.write_bytes(tiny_gguf.read_bytes())
+    cache = tmp_path / "cache"
+    folder = gguf_folder(source, cache)
+    assert (folder / "model.gguf").resolve() == source
+    assert gguf_folder(source, cache) == folder
+    assert load_model(folder).config.num_layers == 1
+    assert sorted(path.name for path in cache.iterdir()) == [folder.name, f"{folder.name}.lock"]
+    stat = source.stat()
+    os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    assert gguf_folder(source, cache) != folder
+    with pytest.raises(ConfigError, match=r"cannot read .*gone\.gguf: No such file"):
+        gguf_folder(tmp_path / "gone.gguf", cache)
+    with pytest.raises(ConfigError, match=r"cannot write to the cache .*PACELINE_CACHE"):
+        gguf_folder(source, source)
+
+
+def test_a_folder_that_has_only_a_gguf_file_names_it(tmp_path: Path, tiny_gguf: Path) -> None:
+    (tmp_path / "own.gguf").write_bytes(tiny_gguf.read_bytes())
+    with pytest.raises(ConfigError, match=r"has no config\.json; .*; give the file itself: --model .*own\.gguf"):
+        resolve_model(str(tmp_path))

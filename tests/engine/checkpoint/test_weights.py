@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB, TokenRange, forward_input_of, write_model
 
-from engine.checkpoint.model_config import SHARED_EMBEDDING
+from engine.checkpoint.model_config import SHARED_EMBEDDING, ModelConfig
 from engine.checkpoint.weights import ShardSpec, WeightFiles
 from engine.errors import ConfigError
 from engine.model.load import load_model
@@ -93,6 +94,38 @@ def test_a_file_cut_short_is_named(original: Path, tmp_path: Path) -> None:
         load_model(folder)
 
 
+def test_weights_in_several_files_are_read_and_counted_as_one(tmp_path: Path) -> None:
+    save_file({"a.weight": torch.ones(2, 3)}, tmp_path / "one.safetensors")
+    scaled = {"b.weight": torch.tensor([[1], [2]], dtype=torch.int8), "b.weight.int8_scale": torch.tensor([0.5, 4.0])}
+    save_file(scaled | {f"c{n}": torch.zeros(n) for n in range(1, 7)}, tmp_path / "two.safetensors")
+    weight_map = {"a.weight": "one.safetensors", "b.weight": "two.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    files = WeightFiles(tmp_path)
+    assert files.num_elements() == 6 + 2 + 2 + 21
+    assert files.stored_bytes() == sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    assert files.read_bytes == 0
+    assert torch.equal(files.read_float("a.weight", (2, 3), rows=slice(1, 2)), torch.ones(1, 3))
+    assert files.read_bytes == 3 * 4
+    assert files.read_float("b.weight", (2, 1)).tolist() == [[0.5], [8.0]]
+    assert files.read_float("b.weight", (2, 1), rows=slice(1, 2)).tolist() == [[8.0]]
+    assert (files.dequantised_bytes, files.packing) == (0, None)
+    with pytest.raises(ConfigError) as caught:
+        files.check_all_read()
+    assert str(caught.value).endswith(
+        "holds 6 tensors that config.json does not imply: c1 [1], c2 [2], c3 [3], c4 [4], c5 [5]"
+    )
+    with pytest.raises(ConfigError, match=r"holds 1 tensors that config\.json does not imply: c6 \[6\]"):
+        files.check_all_read(ignore=("1", "2", "3", "4", "5"))
+    files.check_all_read(ignore=tuple("123456"))
+
+
+def test_int8_rows_without_scales_are_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    message = r"tensor a is of type torch\.int8; allowed: float32, bfloat16, float16, int8 with a\.int8_scale"
+    with pytest.raises(ConfigError, match=message):
+        WeightFiles(tmp_path).read_float("a", (2,))
+
+
 @pytest.mark.parametrize(
     ("index", "message"),
     [
@@ -160,3 +193,48 @@ def test_kv_sizes(original: Path) -> None:
     assert num_kv_blocks(config, **sizes) > 100
     with pytest.raises(ConfigError, match="kv_cache_tokens"):
         num_kv_blocks(config, memory_bytes=10, **sizes)
+
+
+def heads(num_heads: int, num_kv_heads: int) -> ModelConfig:
+    values = {"model_type": "llama", "vocab_size": 90, "intermediate_size": 20, "num_hidden_layers": 1}
+    return ModelConfig.parse(
+        values | {"hidden_size": 48, "num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads}
+    )
+
+
+def bounds(part: slice) -> tuple[int, int]:
+    return part.start, part.stop
+
+
+def test_units_are_divided_with_the_larger_parts_first() -> None:
+    shards = [ShardSpec(rank, 3) for rank in range(3)]
+    for total, parts in ((8, (3, 3, 2)), (7, (3, 2, 2)), (6, (2, 2, 2)), (2, (1, 1, 0))):
+        assert {shard.parts(total) for shard in shards} == {parts}
+        edges = [0, parts[0], parts[0] + parts[1], total]
+        assert [bounds(shard.part(total)) for shard in shards] == list(pairwise(edges))
+    for rank in (-1, 3):
+        with pytest.raises(ConfigError, match=rf"rank: {rank} is not within \[0, 3\)"):
+            ShardSpec(rank, 3)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "expected"),
+    [
+        (8, 2, [((0, 2), (0, 8))]),
+        (8, 2, [((0, 1), (0, 4)), ((1, 2), (4, 8))]),
+        (6, 3, [((0, 2), (0, 4)), ((2, 3), (4, 6))]),
+        (8, 2, [((0, 1), (0, 2)), ((0, 1), (2, 4)), ((1, 2), (4, 6)), ((1, 2), (6, 8))]),
+    ],
+)
+def test_query_heads_stay_with_their_kv_heads(
+    num_heads: int, num_kv_heads: int, expected: list[tuple[tuple[int, int], tuple[int, int]]]
+) -> None:
+    config = heads(num_heads, num_kv_heads)
+    shards = [ShardSpec(rank, len(expected)) for rank in range(len(expected))]
+    assert [(bounds(each.kv_heads(config)), bounds(each.query_heads(config))) for each in shards] == expected
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "size"), [(8, 2, 3), (8, 2, 6), (6, 2, 4)])
+def test_more_shards_than_kv_heads_must_divide_evenly(num_heads: int, num_kv_heads: int, size: int) -> None:
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size: {size} is above the model's {num_kv_heads} KV heads"):
+        ShardSpec(0, size).query_heads(heads(num_heads, num_kv_heads))
