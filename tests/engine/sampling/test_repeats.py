@@ -47,3 +47,37 @@ def test_what_does_not_multiply_is_supported(pattern: str) -> None:
 def test_a_quoted_text_of_a_rule_is_no_repetition() -> None:
     assert repeat_problem('root ::= "({9}" ("({900}"){100}', has_quotes=True) is None
     assert repeat_problem('root ::= ("\\\\"{900}){100}', has_quotes=True) is not None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "product"),
+    [
+        ("(a{10}){100}", None),
+        ("(a{7}){143}", 1001),
+        ("(a{20}b){51}", 1020),
+        ("(ba{20}c{3}){51}", 1020),
+        ("((a{2})b{20}){51}", 1020),
+        ("((a{20})b{2}){51}", 1020),
+        ("(a{20})(b){51}", None),
+        ("a{20}{51}", 1020),
+        ("a{20} {51}", 1020),
+        ("a{20}b{51}", None),
+        ("(a{20}){1,51}", 1020),
+        ("(a{20}){51,}", 1020),
+        ("(a{20}){2, 51}", 1020),
+        ("(a{51}){0}", None),
+        ("(a{1001}){1}", 1001),
+        ("(a{999999999}){1}", 999_999_999),
+        ("(a{1000000000}){2}", None),  # a larger bound is refused elsewhere
+        ("a){20}(b{51})", None),
+        ("a{20}){51}", None),  # closes nothing
+        (r"(\a{20}){51}", 1020),
+        (r"([\]{20}]b){51}", None),
+        ("([a{20}){51}", None),
+        ('("a{20}"){51}', 1020),
+    ],
+)
+def test_the_product_is_that_of_the_largest_bounds_inside_each_other(pattern: str, product: int | None) -> None:
+    found = repeat_problem(pattern, has_quotes=False)
+    refused = f"repetitions inside repetitions allow {product} in total; at most 1000 are allowed"
+    assert found == (None if product is None else refused)
