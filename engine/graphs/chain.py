@@ -33,6 +33,8 @@ from engine.sampling.row_sampling import RowSampling
 WHOLE_ROWS = 8
 """Most rows for which the whole chain is one recording besides. With more, a position takes longer than its launch."""
 
+Choose = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""`engine.kernels.choose.choose`."""
 ChoiceKind = Literal["greedy", "sampled", "truncated"]
 KINDS: tuple[ChoiceKind, ...] = ("greedy", "sampled", "truncated")
 """What the rows of a chain need: the most likely token; a draw; a draw after top-k, min-p or top-p."""
@@ -100,6 +102,7 @@ class RecordedChain:
         vocab: [columns] int64 target token id of each column; None when column i is token i.
         device: of the logits.
         model: computes the next logits; None where they are known when the first are (`Ahead`).
+        fused: whether one kernel of Paceline makes the choices that need no truncation.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class RecordedChain:
         vocab: torch.Tensor | None,
         device: torch.device,
         model: ChainModel | None,
+        fused: bool = False,
     ) -> None:
         rows = max(sizes)
         with torch.inference_mode():
@@ -128,7 +132,9 @@ class RecordedChain:
             """[R, hidden_size] that the next forward reads; no columns without `Embedding`."""
             chosen = torch.zeros(rows, dtype=torch.int64, device=device)
             ids = torch.arange(columns, device=device) if vocab is None else vocab
-            shared = _Shared(self.results, self.logits, self.hidden, chosen, ids, has_vocab=vocab is not None)
+            shared = _Shared(
+                self.results, self.logits, self.hidden, chosen, ids, vocab is not None, _chooser(fused=fused)
+            )
             self.max_k = max_k
             self.has_model = model is not None
             self._sizes = {size: _Sized(size, shared, model, max_k=max_k) for size in sorted(sizes, reverse=True)}
@@ -174,6 +180,8 @@ class _Shared:
     ids: torch.Tensor
     """[columns] int64 target token id of each column."""
     has_vocab: bool
+    choose: Choose | None
+    """The fused choice; None takes PyTorch's operators."""
 
 
 class _Sized:
@@ -248,19 +256,28 @@ class _Sized:
         """Choose from the logits and write the results of the position. Nothing is read or comes from the host."""
         shared, size, depth = self._shared, self._size, self._tensors["depth"]
         logits, results = shared.logits[:size], shared.results
-        columns = logits.argmax(dim=-1)
-        confidences = logits.softmax(dim=-1).amax(dim=-1)
-        if kind != "greedy":
-            options = WarpOptions(*(self._tensors[name] for name in ("temperature", "cuts", "top_k", "min_p", "top_p")))
-            probs = warp_together(logits, options, truncates=kind == "truncated")
-            results.probs[:size].index_copy_(1, depth, probs.unsqueeze(1))
+        if shared.choose is not None and kind != "truncated":
             words = self._tensors["words"].index_select(0, depth)[0]
-            drawn = draw(probs, gumbel_of_words(words, shared.ids))
-            columns = torch.where(self._tensors["greedy"].squeeze(1), columns, drawn)
+            options = (self._tensors["temperature"], self._tensors["greedy"], words, shared.ids, depth)
+            columns, confidences = shared.choose(logits, *options, results.probs[:size], kind == "sampled")
+        else:
+            columns, confidences = self._chosen(kind, logits, depth)
         tokens = shared.ids[columns] if shared.has_vocab else columns
         shared.chosen[:size].copy_(tokens)
         results.token_ids[:size].index_copy_(1, depth, tokens.to(torch.int32).unsqueeze(1))
         results.confidences[:size].index_copy_(1, depth, confidences.unsqueeze(1))
+
+    def _chosen(self, kind: ChoiceKind, logits: torch.Tensor, depth: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[R] columns and [R] confidences with PyTorch's operators."""
+        columns, confidences = logits.argmax(dim=-1), logits.softmax(dim=-1).amax(dim=-1)
+        if kind != "greedy":
+            options = WarpOptions(*(self._tensors[name] for name in ("temperature", "cuts", "top_k", "min_p", "top_p")))
+            probs = warp_together(logits, options, truncates=kind == "truncated")
+            self._shared.results.probs[: self._size].index_copy_(1, depth, probs.unsqueeze(1))
+            words = self._tensors["words"].index_select(0, depth)[0]
+            drawn = draw(probs, gumbel_of_words(words, self._shared.ids))
+            columns = torch.where(self._tensors["greedy"].squeeze(1), columns, drawn)
+        return columns, confidences
 
     def _forward(self) -> None:
         """Compute the logits of the next position from the tokens chosen last."""
@@ -286,6 +303,14 @@ class _Sized:
         shared.logits[:size].copy_(result.require_logits()[:, : shared.logits.shape[1]])
         if embedding is not None and result.hidden is not None:
             shared.hidden[:size].copy_(result.hidden)
+
+
+def _chooser(*, fused: bool) -> Choose | None:
+    if not fused:
+        return None
+    from engine.kernels.choose import choose  # Triton is not installed everywhere.
+
+    return choose
 
 
 def _fill(arrays: Arrays, rows: ChainRows, *, num_columns: int) -> None:

@@ -37,7 +37,7 @@ def run(script: str, argument: str, cache: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["elementwise", "rope_cache", "paged_attention", "fused_decoder"])
+@pytest.mark.parametrize("name", ["elementwise", "rope_cache", "paged_attention", "fused_decoder", "choose"])
 def test_a_kernel_equals_its_twin(name: str, tmp_path: Path) -> None:
     run("kernel_checks.py", name, tmp_path)
 
@@ -45,7 +45,7 @@ def test_a_kernel_equals_its_twin(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_kernels_compile_without_spills(arch: int, tmp_path: Path) -> None:
     report = json.loads(run("kernel_compile.py", str(arch), tmp_path))
-    assert len(report) == 10
+    assert len(report) == 12
     for name, used in report.items():
         assert used["LOCAL"] == 0, (name, used)
         assert used["STACK"] == 0, (name, used)

@@ -10,6 +10,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fake_cuda import CUDA, fake_cuda
@@ -33,7 +34,7 @@ from engine.core.packing import SpanRows, pack_spans
 from engine.draft.messages import DraftRequestRow
 from engine.draft.parallel import with_masked
 from engine.draft.proposer import OnDevice, Proposer
-from engine.graphs.chain import WHOLE_ROWS, RecordedChain
+from engine.graphs.chain import WHOLE_ROWS, ChainRows, RecordedChain
 from engine.graphs.static_memory import StaticInputs
 from engine.medusa.architecture import MedusaArchitecture
 from engine.messages import SamplingParams
@@ -346,3 +347,27 @@ def test_options_that_the_host_applies_take_the_eager_chain() -> None:
         proposer.propose(rows, [], *memory_of(2, None))
         assert recorder.num_reads == 1
         assert capture.num_replays == K  # The forwards are recorded on their own as well.
+
+
+@pytest.mark.parametrize(("choice", "plain", "fused"), [("greedy", 8, 7), ("sampled", 51, 7), ("truncated", 80, 80)])
+def test_the_fused_choice_is_one_launch(choice: str, plain: int, fused: int) -> None:
+    """`kernel: triton`. The others copy the token to the results and count the position; truncation is not fused."""
+    samplings = SAMPLINGS[choice][:1] * 2
+    rows = ChainRows(
+        ks=np.array([1, 1]),
+        samplings=samplings,
+        seeds=[[3], [4]],
+        positions=np.array([5, 9]),
+        kv_lens=np.array([5, 9], dtype=np.int32),
+        slots=np.zeros((1, 2), dtype=np.int64),
+        block_tables=np.zeros((2, 1), dtype=np.int32),
+    )
+    for is_fused, most in ((False, plain), (True, fused)):
+        with fake_cuda() as recorder:
+            capture = Guarded(recorder)
+            chain = RecordedChain(
+                *((2,), capture), max_k=2, columns=128_256, vocab=None, device=CUDA, model=None, fused=is_fused
+            )
+            capture.num_launches = 0
+            chain.draft(rows)
+            assert capture.num_launches == most

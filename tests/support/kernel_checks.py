@@ -17,6 +17,7 @@ import torch
 from tiny_models import write_model
 
 from engine.core.packing import SpanRows, pack_spans
+from engine.kernels.choose import choose, choose_reference
 from engine.kernels.elementwise import add_rms_norm, add_rms_norm_reference, silu_mul, silu_mul_reference
 from engine.kernels.paged_attention import paged_attention, paged_attention_reference
 from engine.kernels.rope_cache import rope_cache, rope_cache_reference
@@ -90,6 +91,36 @@ def check_paged_attention() -> None:
                 arguments = (query, keys, values, cu_q, lens, table, *trees, 4, 600)
                 close(paged_attention(*arguments), paged_attention_reference(*arguments))
             assert not torch.equal(paged_attention(*arguments), paged_attention(*arguments[:6], None, None, 4, 600))
+
+
+def check_choose() -> None:
+    """Greedy and sampled rows; equal logits, excluded tokens, a row of equal columns; more columns than one step."""
+    for rows, size in ((1, 17), (5, 300), (3, 9001)):
+        logits = (4 * torch.randn(rows, size)).round(decimals=1)
+        logits[:, 3] = float("-inf")
+        logits[-1] = 0.5
+        temperature = torch.rand(rows, 1) + 0.2
+        greedy = torch.arange(rows).unsqueeze(1) % 2 == 1
+        words = torch.randint(-(2**31), 2**31, (rows, 2), dtype=torch.int32)
+        ids = torch.randperm(size) * 7
+        depth = torch.tensor([1])
+        for draws in (False, True):
+            results = []
+            for run in (choose, choose_reference):
+                probs = torch.zeros(rows, 3, size)
+                results.append((*run(logits, temperature, greedy, words, ids, depth, probs, draws), probs))
+            (columns, confidences, probs), (expected, of_twin, probs_of_twin) = results
+            assert torch.equal(columns, expected)
+            assert (confidences - of_twin).abs().max() <= 1e-6
+            assert (probs - probs_of_twin).abs().max() <= 1e-6
+            assert (probs[:, 1].sum(1) > 0.99).all() if draws else not probs.any()
+            assert not probs[:, [0, 2]].any()
+    # The draws of many seeds are those of the twin, which compares the largest noise of each row.
+    words = torch.randint(-(2**31), 2**31, (400, 2), dtype=torch.int32)
+    logits, ids = torch.zeros(400, 50), torch.arange(50)
+    ones, nobody = torch.ones(400, 1), torch.zeros(400, 1, dtype=torch.bool)
+    arguments = (logits, ones, nobody, words, ids, torch.tensor([0]), torch.zeros(400, 1, 50), True)
+    assert torch.equal(choose(*arguments)[0], choose_reference(*arguments)[0])
 
 
 def check_fused_decoder() -> None:

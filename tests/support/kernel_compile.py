@@ -18,6 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from engine.kernels.choose import COLUMNS, choose_kernel
 from engine.kernels.elementwise import add_rms_norm_kernel, silu_mul_kernel
 from engine.kernels.paged_attention import KEYS, attend_split_kernel, combine_kernel, num_warps
 from engine.kernels.rope_cache import rope_cache_kernel
@@ -30,6 +31,15 @@ KERNELS: dict[str, tuple[Any, list[str], dict[str, Any], int]] = {
     "add_rms_norm": (add_rms_norm_kernel, [BF16] * 4 + ["i32", "fp32"], {"BLOCK": 8192}, 8),
     "silu_mul": (silu_mul_kernel, [BF16, BF16, "i32"], {"BLOCK": 1024}, 4),
     "combine": (combine_kernel, [F32, F32, F32, BF16], {"DIM": 128, "SPLITS": 8, "WIDTH": 8}, 4),
+    **{
+        f"choose, draws {draws}": (
+            choose_kernel,
+            [F32, F32, "*u8", I32, I64, I64, F32, I64, F32, "i32", "i32"],
+            {"BLOCK": COLUMNS, "DRAWS": draws},
+            8,
+        )
+        for draws in (False, True)
+    },
     **{
         f"rope_cache, norm {norm}": (
             rope_cache_kernel,
