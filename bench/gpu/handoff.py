@@ -16,8 +16,7 @@ from typing import Any
 import psutil
 import torch
 
-from bench.gpu.lab import Lab
-from bench.gpu.sections import CheckFailed
+from bench.gpu.lab import CheckFailed, Lab
 from engine.draft.messages import DraftRequestRow, DraftResponseRow
 from engine.draft_buffer.layout import BufferSpec
 from engine.draft_buffer.target_endpoint import (

@@ -26,6 +26,10 @@ HUNG_S = 60.0
 _COPY_BYTES, _DRY_COPY_BYTES = 2 << 30, 1 << 20
 
 
+class CheckFailed(Exception):
+    """A result is wrong. The message has the numbers."""
+
+
 @dataclass(frozen=True, slots=True)
 class Lab:
     """The device and the sizes of one run."""

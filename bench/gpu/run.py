@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from bench.gpu.drafts import drafts
 from bench.gpu.handoff import handoff
 from bench.gpu.lab import Lab
 from bench.gpu.sections import engines, forwards, kernels
@@ -25,6 +26,7 @@ SECTIONS: dict[str, Callable[[Lab], dict[str, Any]]] = {
     "handoff": handoff,
     "kernels": kernels,
     "forwards": forwards,
+    "drafts": drafts,
     "engines": engines,
 }
 """In this order: what is wrong shows before what takes long."""

@@ -15,7 +15,7 @@ import torch
 
 from autoscale.policy.goodput import make_goodput
 from autoscale.policy.policies import PolicyPacer
-from bench.gpu.lab import Lab
+from bench.gpu.lab import CheckFailed, Lab
 from bench.gpu.planted import local_drafter, local_link, planted_pair, weight_bytes
 from engine.config import PolicyName
 from engine.core.block_pool import BlockPool
@@ -34,10 +34,6 @@ from engine.model.runner import ModelRunner
 K = 4
 BLOCKS_PER_REQUEST = 2
 POLICIES: tuple[PolicyName, ...] = ("off", "fixed", "goodput")
-
-
-class CheckFailed(Exception):
-    """A result is wrong. The message has the numbers."""
 
 
 def kernels(lab: Lab) -> dict[str, Any]:

@@ -27,7 +27,8 @@ import torch
 from engine.core.packing import SpanRows, pack_spans
 from engine.draft.architectures import Architecture, Outputs
 from engine.draft.sequence import Drafting
-from engine.graphs.chain import ChainRows, RecordedChain
+from engine.graphs.chain import RecordedChain
+from engine.graphs.chain_rows import ChainRows
 from engine.sampling.distribution import Purpose, draw, gumbel, most_likely, stream_seed, warp
 from engine.sampling.logits_processor import BatchLogitsProcessor, Columns
 from engine.sampling.staging import to_device

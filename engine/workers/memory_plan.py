@@ -17,7 +17,7 @@ from engine.checkpoint.weights import ShardSpec
 from engine.config import DRAFT_METHODS, EngineConfig
 from engine.errors import ConfigError
 from engine.graphs.buckets import make_buckets, row_sizes
-from engine.graphs.chain import KINDS, WHOLE_ROWS
+from engine.graphs.chain_rows import KINDS, WHOLE_ROWS
 from engine.lora.adapter_files import num_adapter_values
 from engine.model.load import Model
 

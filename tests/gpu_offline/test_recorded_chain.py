@@ -34,7 +34,8 @@ from engine.core.packing import SpanRows, pack_spans
 from engine.draft.messages import DraftRequestRow
 from engine.draft.parallel import with_masked
 from engine.draft.proposer import OnDevice, Proposer
-from engine.graphs.chain import WHOLE_ROWS, ChainRows, RecordedChain
+from engine.graphs.chain import RecordedChain
+from engine.graphs.chain_rows import WHOLE_ROWS, ChainRows
 from engine.graphs.static_memory import StaticInputs
 from engine.medusa.architecture import MedusaArchitecture
 from engine.messages import SamplingParams
