@@ -16,12 +16,14 @@ from model_shapes import LLAMA_8B, LLAMA_70B, QWEN3_8B
 from torch._C._distributed_c10d import FakeProcessGroup
 
 from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.weights import ShardSpec
+from engine.checkpoint.weights import WHOLE, ShardSpec
 from engine.config import CUDA_PAGE, EngineConfig
 from engine.core.packing import SpanRows, pack_spans
 from engine.core.request import Request
 from engine.core.step import Batch, Draft, DraftRow, ForwardResult, Span
 from engine.core.verifier import Verifier
+from engine.lora.adapter_set import AdapterSet
+from engine.lora.layers import LowRank, OutputPart
 from engine.messages import SamplingParams, Submit
 from engine.model.collectives import Group
 from engine.workers.memory_plan import activation_bytes
@@ -73,6 +75,30 @@ def test_every_rank_of_70b_at_tp_4_computes_its_part(rank: int, fused: bool) -> 
         assert result.hidden is not None
         assert tuple(result.logits.shape) == (2, LLAMA_70B["vocab_size"])
         assert tuple(result.hidden.shape) == (3, 2 * LLAMA_70B["hidden_size"])
+
+
+def test_a_forward_with_adapters_reads_nothing() -> None:
+    """Two adapters and the base model in one forward; the groups of rows are one more upload."""
+    rank = 8
+    spans = [SpanRows([1, 2], 600, [1, 2, 3], 2, adapter=1), SpanRows([5], 10, [4], 1, adapter=2)]
+    plan = pack_spans([*spans, SpanRows([6], 3, [5], 1)], CUDA_PAGE)
+    with fake_cuda() as recorder:
+        decoder, caches = fake_decoder(LLAMA_8B, num_layers=2)
+        adapters = AdapterSet(dtype=torch.bfloat16, device=CUDA)
+        decoder._weights = adapters.wrap(decoder.config, WHOLE, decoder._weights)
+        for linear, _ in adapters._layers:
+            base: Any = linear._base
+            outputs, inputs = base.weight.shape
+            a, b = (torch.empty(*size, dtype=torch.bfloat16, device=CUDA) for size in ((rank, inputs), (outputs, rank)))
+            part = OutputPart(b, slice(0, outputs), slice(0, rank))
+            linear.adapters |= {number: LowRank(a, (part,)) for number in (1, 2)}
+        adapters._loaded |= {1, 2}
+        recorder.uploads = 0
+        recorder.reads.clear()
+        adapters.choose(plan)
+        assert decoder.forward(plan, caches).require_logits().shape == (4, LLAMA_8B["vocab_size"])
+        assert recorder.num_reads == 0
+        assert recorder.uploads <= 3
 
 
 @pytest.mark.parametrize("case", ["sampled", "scored"])
