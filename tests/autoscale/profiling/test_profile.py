@@ -86,7 +86,7 @@ def test_the_table_by_hand() -> None:
 def test_jobs_take_turns_and_run_seven_times_each() -> None:
     forward = ListedForward(lambda rows, turn: 0.001)
     forward.profile()
-    jobs = [(8, 32), (8, 512), *((rows, 32) for rows in ROWS if rows != 8)]
+    jobs = [(1, 32), (8, 32), (8, 512), *((rows, 32) for rows in ROWS if rows not in (1, 8))]
     assert [forward.job_of(each) for each in forward.inputs] == jobs * 7
 
 
@@ -305,6 +305,15 @@ def test_a_parallel_draft_is_timed_with_one_full_pass(positions: int, max_k: int
 def test_a_draft_of_one_row_gives_a_constant_table() -> None:
     table = profile_draft(ListedDraft(), UNMEASURED, max_rows=1, max_k=9)
     assert table.pass_s == pytest.approx([0.001 + 1e-4 + 2.5e-6] * len(BATCH_KNOTS))
+
+
+@pytest.mark.parametrize("seconds", [4.1, 60.0])
+def test_where_one_forward_takes_the_whole_budget_one_row_is_timed(seconds: float) -> None:
+    forward = ListedForward(lambda rows, turn: seconds)
+    table = forward.profile()
+    assert table.verify_s == (seconds,) * len(ROW_KNOTS)
+    assert table.context_s == 0.0
+    assert [len(each.token_ids) for each in forward.inputs] == [1]
 
 
 def test_a_slow_machine_times_small_forwards_and_extrapolates_the_others() -> None:
