@@ -74,7 +74,8 @@ def allocate(
     flat = cumulative_acceptance[:, :deepest].ravel()
     order = flat.argsort()[::-1]
     is_within = order % deepest < np.array(candidates)[:, None]  # [depths, B * deepest]
-    # Where a position is left out, tokens and rows stay as they were, so that entry never is the first of its value.
+    # An entry that leaves its position out repeats the entry before it. With none before it, it pays for a pass without
+    # a draft, which is no better than the step without drafts. So neither is ever chosen.
     tokens = np.add.accumulate(is_within * flat[order], axis=1)
     tokens += batch
     seconds = added_s[np.add.accumulate(is_within, axis=1, dtype=np.intp)]

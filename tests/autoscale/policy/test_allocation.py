@@ -78,6 +78,27 @@ def test_only_the_given_depths_are_considered() -> None:
     assert allocated(deep, depths=(1, 2)).ks.tolist() == [2]
 
 
+def test_equal_positions_of_a_request_are_taken_from_the_first_on() -> None:
+    """The sort may put the second one first, which depth 1 leaves out."""
+    found = allocated([[0.9, 0.9]], added_s=np.array([0.0, 0.001, 0.009]))
+    assert found.ks.tolist() == [1]
+    assert (found.tokens, found.seconds) == pytest.approx((1.9, 0.013))
+
+
+def test_positions_that_are_never_accepted_are_not_drafted_even_if_they_cost_nothing() -> None:
+    found = allocated([[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]], pass_s=0.0, added_s=np.zeros(7))
+    assert found.ks.tolist() == [0, 0]
+    assert (found.tokens, found.seconds) == (2.0, 0.010)
+
+
+def test_a_parallel_draft_pays_for_a_pass_per_so_many_positions() -> None:
+    """Positions 1 and 2 cost one pass of 2 ms, and position 3 a second one. Each row costs 1 ms."""
+    rows = [[0.95, 0.9, 0.8]]
+    one, two = allocated(rows, positions_per_pass=2, depths=(2,)), allocated(rows, positions_per_pass=2, depths=(3,))
+    assert (one.ks.tolist(), one.tokens, one.seconds) == ([2], pytest.approx(2.85), pytest.approx(0.014))
+    assert (two.ks.tolist(), two.tokens, two.seconds) == ([3], pytest.approx(3.65), pytest.approx(0.017))
+
+
 def test_an_allocation_is_a_few_array_operations_at_any_batch() -> None:
     """Counted in function calls. A loop over requests would show."""
 

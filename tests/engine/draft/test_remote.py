@@ -251,6 +251,18 @@ def test_a_pressing_prompt_is_sent_up_to_its_last_features() -> None:
     assert len(setup.link.asked) == 1, "they have been read"
 
 
+def test_a_pressing_prompt_that_does_not_fit_is_sent_over_several_steps() -> None:
+    setup, one = Setup(feature_rows=8, max_request_tokens=8), request(1, 20)
+    computed(setup, chunk(one, 0, 4))
+    computed(setup, chunk(one, 4, 4))
+    sent = []
+    for _ in range(3):
+        setup.draft(chunk(one, 8, 4))
+        sent.append([(row.start, len(row.new_tokens)) for row in setup.last])
+    assert sent == [[(0, 8)], [(8, 1)], [(8, 1)]]
+    assert len(setup.link.asked) == 2
+
+
 def test_prompts_are_not_read_ahead_while_no_decode_is_drafted_for() -> None:
     setup, one, two = Setup(feature_rows=8), request(1, 20), request(2, 1)
     computed(setup, chunk(one, 0, 4))
