@@ -14,9 +14,10 @@ from tiny_adapters import write_adapter
 from tiny_models import write_model
 
 from engine.checkpoint.model_config import ModelConfig
+from engine.config import LoraConfig
 from engine.errors import ConfigError
 from engine.lora import adapter_config
-from engine.lora.adapter_files import AdapterSpec, module_shapes, read_adapter
+from engine.lora.adapter_files import AdapterSpec, module_shapes, num_adapter_values, read_adapter
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -188,3 +189,39 @@ def test_mutated_files_give_an_error_or_the_right_shapes(tmp_path: Path, model: 
         (adapter / name).write_bytes(original[name])
     assert len(errors) > 100
     assert all(error.startswith("lora: ") for error in errors)
+
+
+def parsed(**changes: Any) -> ModelConfig:
+    values = {
+        "model_type": "llama",
+        "vocab_size": 90,
+        "hidden_size": 12,
+        "intermediate_size": 7,
+        "num_hidden_layers": 2,
+    }
+    return ModelConfig.parse(values | {"num_attention_heads": 3, "num_key_value_heads": 1} | changes)
+
+
+def test_the_modules_of_a_target_and_their_shapes() -> None:
+    shapes = module_shapes(parsed())
+    assert list(shapes.items())[:7] == [
+        ("model.layers.0.self_attn.q_proj", (12, 12)),
+        ("model.layers.0.self_attn.k_proj", (4, 12)),
+        ("model.layers.0.self_attn.v_proj", (4, 12)),
+        ("model.layers.0.self_attn.o_proj", (12, 12)),
+        ("model.layers.0.mlp.gate_proj", (7, 12)),
+        ("model.layers.0.mlp.up_proj", (7, 12)),
+        ("model.layers.0.mlp.down_proj", (12, 7)),
+    ]
+    assert len(shapes) == 14
+    fused = module_shapes(parsed(model_type="phi3"))
+    assert fused["model.layers.1.self_attn.qkv_proj"] == (20, 12)
+    assert fused["model.layers.1.mlp.gate_up_proj"] == (14, 12)
+    assert len(fused) == 8
+
+
+@pytest.mark.parametrize(("num_shards", "per_layer"), [(1, 24 + 2 * 16 + 24 + 3 * 19), (2, 18 + 28 + 18 + 32 + 16)])
+def test_the_room_for_adapters_on_one_shard(num_shards: int, per_layer: int) -> None:
+    """Of two shards: half of the outputs of q, k, v, gate and up, and half of the inputs of o and down, rounded up."""
+    lora = LoraConfig.model_validate({"max_loras": 3, "max_lora_rank": 5})
+    assert num_adapter_values(lora, parsed(), num_shards=num_shards) == 2 * per_layer * 5 * 3
