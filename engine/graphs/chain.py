@@ -222,7 +222,8 @@ class _Sized:
         shared, size, depth = self._shared, self._size, self._tensors["depth"]
         logits, results = shared.logits[:size], shared.results
         if shared.choose is not None and kind != "truncated":
-            words = self._tensors["words"].index_select(0, depth)[0]
+            words = self._tensors["words"]
+            words = words.index_select(0, depth)[0] if kind == "sampled" else words[0]
             options = (self._tensors["temperature"], self._tensors["greedy"], words, shared.ids, depth)
             columns, confidences = shared.choose(logits, *options, results.probs[:size], kind == "sampled")
         else:

@@ -30,6 +30,7 @@ from engine.draft.messages import DraftRequestRow
 from engine.draft.proposer import OnDevice
 from engine.graphs.buckets import Bucket, find_bucket, make_buckets
 from engine.graphs.forward import GraphedForward
+from engine.graphs.static_memory import StaticInputs, fill_spans, fill_trees
 from engine.messages import SamplingParams
 from engine.model.attention import ReferenceAttention
 from engine.model.attention_padded import PaddedAttention
@@ -251,3 +252,43 @@ def test_launches_per_layer_with_trees(fused: bool, most: int) -> None:
             assert recorder.num_reads == 0
             assert recorder.uploads <= 2
     assert counts[1] - counts[0] <= most
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["torch", "triton"])
+def test_a_replay_of_trees_uploads_once(fused: bool) -> None:
+    tree = pack_spans(
+        [
+            SpanRows([1] * 4, 600, [1, 2, 3], 4, num_tree_slots=3, ancestors=(1, 2, 5)),
+            SpanRows([1], 9, [4], 1),
+        ],
+        CUDA_PAGE,
+    )
+    with fake_cuda() as recorder:
+        decoder, _ = fake_decoder(LLAMA_8B, num_layers=2, fused=fused)
+        assert decoder.masks_trees(4) == fused
+        assert not decoder.masks_trees(100), "more rows than a program of the kernel takes"
+        runner = ModelRunner(decoder, num_blocks=8, block_size=CUDA_PAGE)
+        buckets = make_buckets(max_requests=3, max_k=3, trees=True)
+        graphs = GraphedForward(runner, buckets, Guarded(recorder), max_kv=3 * CUDA_PAGE, max_ids=16)
+        recorder.uploads = 0
+        recorder.reads.clear()
+        assert len(graphs.forward(tree).require_logits()) == 5
+        assert recorder.uploads == 1
+        assert recorder.num_reads == 0
+
+
+def test_a_recorded_tree_has_its_bits_and_padding_has_none() -> None:
+    """For the kernel that masks trees itself: the KV lengths stay, and rows that pad the bucket are no nodes."""
+    tree = pack_spans([SpanRows([1] * 4, 9, [1], 4, num_tree_slots=3, ancestors=(1, 2, 5))], PAGE)
+    bucket = Bucket(6, 2, 4, trees=True)
+    lengths = dict.fromkeys(("token_ids", "places", "positions", "slots", "ancestors"), ((6,), "int64"))
+    others = {"cu_q": ((3,), "int32"), "cu_kv": ((3,), "int32"), "kv_lens": ((2,), "int32")}
+    layout = lengths | others | {"num_tree_slots": ((2,), "int32"), "block_tables": ((2, 3), "int32")}
+    inputs = StaticInputs(layout, CPU)
+    for forward_input in (tree, pack_spans([SpanRows([1], 9, [1], 1)], PAGE), tree):
+        fill_spans(inputs.arrays, forward_input, bucket)
+        fill_trees(inputs.arrays, forward_input.tree, PAGE)
+    assert inputs.arrays["num_tree_slots"].tolist() == [3, 0]
+    assert inputs.arrays["ancestors"].tolist() == [0, 1, 2, 5, 0, 0]
+    assert inputs.arrays["kv_lens"].tolist() == [13, 1]
+    assert inputs.arrays["cu_q"].tolist() == [0, 4, 5]

@@ -201,3 +201,18 @@ def test_the_target_works_while_the_draft_computes() -> None:
     assert len(ask(target, draft, ROWS, respond).rows) == len(ROWS)
     draft.close()
     target.close()
+
+
+def test_a_tree_travels_in_the_message_and_its_distributions_in_device_memory() -> None:
+    _, target, draft = connected()
+    tree = DraftResponseRow((5, 6, 7), (0.5, 0.25, 0.125), True, parents=(-1, -1, 0))
+
+    def respond(request: DraftRequest) -> list[DraftResponseRow]:
+        draft.views.probs[0, 0] = 0.25
+        return [tree, DraftResponseRow((1,), (0.75,))]
+
+    response = ask(target, draft, ROWS, respond)
+    assert response.rows == (tree, DraftResponseRow((1,), (0.75,)))
+    assert (target.probs[0, 0] == 0.25).all()
+    draft.close()
+    target.close()
