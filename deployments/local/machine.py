@@ -75,10 +75,13 @@ def torch_build() -> TorchBuild | None:
     if spec is None or spec.origin is None:
         return None
     file = Path(spec.origin).with_name("version.py")
-    found = (
-        re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", file.read_text(), re.MULTILINE) if file.is_file() else None
-    )
-    return TorchBuild(importlib.metadata.version("torch"), found.group(1) if found else None)
+    values = file.read_text() if file.is_file() else ""
+
+    def value(name: str) -> str | None:
+        found = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", values, re.MULTILINE)
+        return found.group(1) if found else None
+
+    return TorchBuild(value("__version__") or importlib.metadata.version("torch"), value("cuda"))
 
 
 def instruction_sets() -> list[str]:

@@ -222,8 +222,7 @@ def _tried_last(
     """[S, W] children of the row that yields the last token, all of them rejected, padded with the largest length; and
     [S, W] whether they were drawn."""
     if drafts.branches is None:
-        node = last_row.unsqueeze(1)
-        return node, draft_probs.drafted_from_q.gather(1, node.clamp(max=drafts.token_ids.shape[1] - 1))
+        return last_row.unsqueeze(1), draft_probs.drafted_from_q[:, :1]  # A chain is drawn as a whole, or certain.
     rows = last_row.view(-1, 1, 1).expand(-1, 1, drafts.branches.children.shape[2])
     return drafts.branches.children.gather(1, rows).squeeze(1), drafts.branches.drawn.gather(1, rows).squeeze(1)
 

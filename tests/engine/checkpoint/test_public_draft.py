@@ -77,7 +77,7 @@ def test_layers_that_no_config_names_are_early_middle_and_late() -> None:
     [
         ({"draft_vocab_size": 5}, True),
         ({"speculators_model_type": "eagle3"}, True),
-        ({"dflash_config": {}}, True),
+        ({"dflash_config": {}}, False),
         ({"ptd_token_id": 3}, True),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, True),
         ({"model_type": "MLP_Speculator"}, True),
@@ -117,8 +117,7 @@ def test_tensors_get_the_names_of_one_layout(name: str, expected: str) -> None:
             {"speculators_model_type": "eagle"},
             "speculators_model_type: 'eagle' is not supported; supported are EAGLE-3",
         ),
-        (FLAT | {"dflash_config": {}}, "dflash_config in its config.json means a DFlash draft, which is not supported"),
-        (FLAT | {"ptd_token_id": 1}, "ptd_token_id in its config.json means P-EAGLE, which is not supported"),
+        (FLAT | {"model_type": "dspark"}, "its config.json names a DSpark draft, which is not supported"),
         (FLAT | {"model_type": "mlp_speculator"}, "its config.json names an MLP draft, which is not supported"),
         ({"architectures": ["EagleModel"]}, "its config.json names EAGLE-1 or EAGLE-2, which is not supported"),
         (FLAT | {"transformer_layer_config": 3}, "transformer_layer_config: 3 is not an object"),
