@@ -78,7 +78,8 @@ def profile_target(
         if seconds is None:
             last = len(values) - 1
             slope = (values[last] - values[last - 1]) / (ROW_KNOTS[last] - ROW_KNOTS[last - 1]) if last > 0 else 0.0
-            seconds = values[last] + slope * (rows - ROW_KNOTS[last])
+            # More rows seem faster where another process took the time of fewer; far beyond, that would be below 0.
+            seconds = values[last] + max(0.0, slope) * (rows - ROW_KNOTS[last])
         values.append(seconds)
     # Fewer rows do not take longer. Where they seem to, another process took the time.
     values = np.minimum.accumulate(values[::-1])[::-1].tolist()

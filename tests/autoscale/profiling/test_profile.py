@@ -316,6 +316,15 @@ def test_where_one_forward_takes_the_whole_budget_one_row_is_timed(seconds: floa
     assert [len(each.token_ids) for each in forward.inputs] == [1]
 
 
+def test_a_time_that_falls_with_the_rows_is_not_extrapolated() -> None:
+    """The last timed forward has more rows and is faster, because another process disturbed the one before."""
+    forward = ListedForward(lambda rows, turn: {1: 0.9, 2: 1.2, 8: 1.0}.get(rows, 0.8))
+    table = forward.profile()
+    assert {len(each.token_ids) for each in forward.inputs} == {1, 2, 8}, "the budget ends before four rows"
+    assert all(0 < seconds <= 1.2 for seconds in table.verify_s)
+    assert list(table.verify_s) == sorted(table.verify_s)
+
+
 def test_a_slow_machine_times_small_forwards_and_extrapolates_the_others() -> None:
     """Its longest forwards alone would take minutes. They take as long as the rows say."""
     slow, times = TimedForward(factor=400.0), dict[int, int]()
