@@ -25,6 +25,8 @@ from engine.core.step import ForwardInput, ForwardResult
 from engine.core.verifier import Verifier
 from engine.errors import ShardDown
 from engine.messages import Delta, SamplingParams, Submit
+from engine.sampling.logits_processor import LogitsProcessor
+from engine.sampling.penalties import TokenOptions
 from engine.sampling.readback import DeviceClock, Meanwhile, StepTimes
 
 
@@ -152,6 +154,38 @@ def test_an_idle_engine_keeps_nothing_back() -> None:
     engine.engine.abort("a")
     engine.engine.drain()
     assert [reason for _, reason in engine.of("a")] == [None, "abort"]
+
+
+class Watched(LogitsProcessor):
+    """Penalties that tell when they are made."""
+
+    def __init__(self, options: TokenOptions, log: list[str]) -> None:
+        super().__init__(options)
+        self._log = log
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        self._log.append("options")
+        super().follow(tokens)
+
+
+def test_penalties_are_prepared_while_the_forward_runs() -> None:
+    engine = Overlapped()
+    engine.submit("a", 2)
+    options = TokenOptions.of(SamplingParams(presence_penalty=0.5), 3)
+    assert options is not None
+    engine.engine._by_id["a"].logits_processor = Watched(options, engine.log)
+    engine.run()
+    assert engine.log == [
+        "launch",
+        "options",
+        "wait",
+        "launch",
+        "options",
+        "publish",
+        "observe",
+        "wait",
+        *engine.log[8:],
+    ]
 
 
 class Logged:
