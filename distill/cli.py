@@ -36,6 +36,7 @@ from distill.models.export import (
     load_draft,
     make_feature_draft,
     read_config,
+    read_tensors,
     start_from,
 )
 from distill.models.medusa import MedusaDraft, check_last_layer, tapped_layers
@@ -175,12 +176,19 @@ def _own_passages(args: argparse.Namespace, tokenizer: Any) -> list[str]:
 
 
 def new_draft(args: argparse.Namespace, target: FrozenTarget, data: Path, work: Path) -> AnyDraft:
-    """An initialised draft over the tokens with the largest probability mass in `data` at the start of training."""
+    """An initialised draft over the tokens with the largest probability mass in `data` at the start of training.
+
+    With `mask_only` it keeps those of the draft that it starts from: the head does not train, and knows no others.
+    """
     chosen = work / "draft_vocab.npy"
     if not chosen.exists():
-        mass = token_mass(shard_paths([data]), target.config.vocab_size)
         work.mkdir(parents=True, exist_ok=True)
-        np.save(chosen, mass.topk(min(args.draft_vocab, target.config.vocab_size)).indices.sort().values.numpy())
+        if args.mask_only and args.start_from is not None:
+            ids = read_tensors(args.start_from)["draft_vocab"]
+        else:
+            mass = token_mass(shard_paths([data]), target.config.vocab_size)
+            ids = mass.topk(min(args.draft_vocab, target.config.vocab_size)).indices.sort().values
+        np.save(chosen, ids.numpy())
     vocab = torch.from_numpy(np.load(chosen))
     draft: AnyDraft
     if args.architecture in ("eagle", "eagle3"):

@@ -135,7 +135,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add(
         "--mask-only",
         action="store_true",
-        help="parallel: train only what masked positions use alone; the first token stays that of --start-from",
+        help="parallel: train only what masked positions use alone; vocabulary and first token: of --start-from",
     )
     add("--layers", type=int, default=None, metavar="N", help="layers (eagle, eagle3, medusa: 1, draft_model: 3)")
     add("--from-layers", type=_integers, default=None, metavar="A,B", help="target layers to initialise from")

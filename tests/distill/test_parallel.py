@@ -14,6 +14,7 @@ from fakes import FixedPacer
 from local_engine import LocalEngine
 from tiny_tokenizer import byte_level
 
+from distill.cli import new_draft
 from distill.data.shards import Batch, token_mass
 from distill.models.costs import CONTEXT, measure
 from distill.models.decoder import FrozenTarget, rms_norm, rope_tables
@@ -228,6 +229,25 @@ def test_a_parallel_draft_made_by_the_command_from_a_chain_drafts_in_the_engine(
         assert drafted > 100
         # A guess out of 256 tokens is right once in 256 times, and a later token counts only after right ones.
         assert sum(stats.num_accepted for stats in engine.stats) > 10 * drafted / 256
+
+
+def test_mask_only_keeps_head_and_vocabulary_of_the_chain(target: FrozenTarget, tmp_path: Path) -> None:
+    """Whatever the data: a row of the head that is new would never be trained."""
+    chain = EagleDraft(target.config, (0, 1), VOCABULARY, target.embed)
+    chain.initialise(target)
+    export_draft(chain, target.folder, tmp_path / "chain", card="")
+    shards = write_shards(target, tmp_path / "data", count=20, shard_tokens=3000)
+    command = f"distill run {target.folder} --out {tmp_path} --parallel 3 --draft-vocab 16"
+    kept, chosen = (
+        new_draft(parsed(command + options), target, shards[0].parent, tmp_path / name)
+        for name, options in (("a", f" --mask-only --start-from {tmp_path / 'chain'}"), ("b", ""))
+    )
+    assert torch.equal(kept.vocabulary.draft_vocab, VOCABULARY)
+    torch.testing.assert_close(kept.head.weight, chain.head.weight, rtol=1e-2, atol=1e-3)
+    assert {name for name, value in kept.named_parameters() if value.requires_grad} == {
+        *("mask_state", "mask_embedding", "carry.weight", "carry_norm"),
+    }
+    assert len(chosen.vocabulary.draft_vocab) == 16
 
 
 @pytest.mark.parametrize("options", ["--parallel 1", "--parallel 4 --architecture draft_model"])
