@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoscale.policy.cost_curve import Curve, Curves, Points
+from autoscale.policy.cost_curve import FIRST_NOISE, Curve, Curves, Points
 from autoscale.policy.cost_model import ROW_KNOTS
 from autoscale.simulation.hardware import cpu_table
 
@@ -178,3 +178,14 @@ def test_values_that_are_given_in_disorder_are_raised() -> None:
 
 def test_added_rows_cost_nothing_beyond_the_last_knot() -> None:
     assert steep_curve(measured=True).added(99, 3) == pytest.approx([0.0, 0.01, 0.01, 0.01])
+
+
+@pytest.mark.parametrize(("x", "measured_s", "anchor"), [(7, 0.005, 1), (5, 0.02, 0), (6, 0.005, 1)])
+def test_the_knot_next_to_an_observation_keeps_what_it_has_learned(x: int, measured_s: float, anchor: int) -> None:
+    """Two equal values: the nearer one moves further, and the other one follows it where their order would break."""
+    points = Points(knots=(4, 8), values=(0.01, 0.01))
+    curve, twin = Curves((points,))[0], Curves((points,))
+    share = (x - 4) / 4
+    twin.learn(np.array([1 - share, share, 0.0]), measured_s, FIRST_NOISE)
+    curve.learn(x, measured_s)
+    assert curve.values == [twin.state[anchor]] * 2

@@ -10,7 +10,8 @@ from engine.core.drafter import NoDrafter
 from engine.core.request import Request
 from engine.core.step import Batch, Draft, DraftRow, Span
 from engine.draft.adversarial import WrongDrafter
-from engine.draft.methods import make_drafter
+from engine.draft.methods import _method, make_drafter
+from engine.lookup.ngram import NgramDrafter
 from engine.messages import SamplingParams, Submit
 
 VOCAB = 5
@@ -96,3 +97,13 @@ def test_an_adversarial_draft_keeps_costs_and_empty_rows() -> None:
         DraftRow(reason="memory"),
     )
     assert draft.draft_s == 2.0
+
+
+@pytest.mark.parametrize(("shared", "num_bytes"), [("off", None), ("client", 2 << 20), ("all", 2 << 20)])
+def test_shared_texts_take_at_most_the_memory_of_the_setting(shared: str, num_bytes: int | None) -> None:
+    """16 bytes per token, and a power of two of tokens: of 3 MiB, 2 MiB are used."""
+    settings = SpeculativeConfig.model_validate({"shared_lookup": shared, "shared_lookup_mib": 3})
+    drafter = _method(settings, None, branches=False)
+    assert isinstance(drafter, NgramDrafter)
+    assert (None if drafter._shared is None else drafter._shared.num_bytes) == num_bytes
+    assert drafter._per_client == (shared == "client")
