@@ -84,14 +84,15 @@ def test_a_new_model_replaces_the_old_one_under_load_and_no_request_fails(life: 
 
 
 @pytest.mark.slow  # Hashing and timing may take it past its bound in one run of about twenty.
-def test_a_killed_node_costs_only_the_requests_that_it_was_computing(life: dict[str, Any]) -> None:
+def test_a_killed_node_costs_only_the_requests_that_it_was_computing(models: Path) -> None:
     """The node that Paceline's controller is on. Of the fifteen streams in flight about a third is there.
 
     A stream whose request fails tries again, and until the router knows of the death, within a second, again there.
     """
-    assert len(life["lost_requests"]) <= 5 + 3, life
-    assert life["lost_later"] == []
-    assert life["answers_after_death"] > 15
+    seen = course("death", models)
+    assert len(seen["lost_requests"]) <= 5 + 3, seen
+    assert seen["lost_later"] == []
+    assert seen["answers_after_death"] > 15
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """A fleet of real replicas on the nodes of a real Ray cluster, deployed from a `paceline bundle`. Run as a program.
 
-    engine_fleet.py life MODELS    one replica, three under load, a new model, the death of a node, one again
-    engine_fleet.py cut MODELS     two replicas, one of them on a node that stops to respond
+    engine_fleet.py life MODELS     one replica, three under load, a new model, one again
+    engine_fleet.py death MODELS    three replicas, one of them on a node that is killed
+    engine_fleet.py cut MODELS      two replicas, one of them on a node that stops to respond
 
 Prints one JSON object of what was seen; the tests check it. MODELS holds the model folders `first` and `second`. The
 nodes are processes of this machine, each with one CPU, so each holds one replica. Paceline cannot be imported there
@@ -200,7 +201,16 @@ def life(fleet: Fleet) -> Iterator[tuple[str, Any]]:
 
         wait_for("answers", lambda: len(later_texts()) > STREAMS)
         yield "texts_after_upgrade", len(set(later_texts()))
-        wait_for("three replicas again", lambda: len(fleet.living()) == 3)
+    yield "down_s", wait_for("one replica again", lambda: len(fleet.living()) == 1)
+    yield "files_gone_s", wait_for("the file of one replica", lambda: len(fleet.files()) == 1)
+
+
+def death(fleet: Fleet) -> Iterator[tuple[str, Any]]:
+    """What is seen, by name."""
+    fleet.put(num_replicas=3)
+    wait_for("three replicas", lambda: fleet.is_running() and len(fleet.living()) == 3)
+    with Load(fleet.url, STREAMS) as load:
+        wait_for("answers", lambda: len(load.answers) > STREAMS)
         load.answers.clear()
         old = set(fleet.living())
         killed_s = time.monotonic()
@@ -212,8 +222,6 @@ def life(fleet: Fleet) -> Iterator[tuple[str, Any]]:
         yield "lost_requests", [answer.text for answer in load.failures if answer.begin_s <= killed_s]
         yield "lost_later", [a.text for a in load.failures if a.begin_s > killed_s + HEARD_S]
         yield "answers_after_death", len(load.answers)
-    yield "down_s", wait_for("one replica again", lambda: len(fleet.living()) == 1)
-    yield "files_gone_s", wait_for("the file of one replica", lambda: len(fleet.files()) == 1)
 
 
 def cut(fleet: Fleet) -> Iterator[tuple[str, Any]]:
@@ -241,7 +249,7 @@ def cut(fleet: Fleet) -> Iterator[tuple[str, Any]]:
 
 def main(what: str, models: Path) -> None:
     """Run a course of events and print what was seen."""
-    course, num_nodes = {"life": (life, 3), "cut": (cut, 2)}[what]
+    course, num_nodes = {"life": (life, 3), "death": (death, 3), "cut": (cut, 2)}[what]
     with tempfile.TemporaryDirectory(prefix="fleet-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         fleet = Fleet(Path(folder), models, num_nodes=num_nodes)
         seen: dict[str, Any] = {}
