@@ -35,8 +35,8 @@ check: $(STAMP)
 mutants: $(STAMP)
 	$(BIN)/python tests/support/mutants.py $(FOLDER) $(ARGS)
 
-# 100,000 mutated files for each reader of model files: make fuzz-files ARGS='--num 1000 --readers gguf'. About half an
-# hour; `make test` takes 500 of each.
+# 100,000 mutated files for each reader of model files: make fuzz-files ARGS='--num 1000 --readers gguf'. About an
+# hour on an idle machine, most of it GGUF; `make test` takes 500 of each.
 fuzz-files: $(STAMP)
 	$(BIN)/python tests/support/fuzz_files.py $(ARGS)
 
