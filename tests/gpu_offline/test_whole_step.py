@@ -87,7 +87,7 @@ def test_a_forward_with_adapters_reads_nothing() -> None:
         adapters = AdapterSet(dtype=torch.bfloat16, device=CUDA)
         decoder._weights = adapters.wrap(decoder.config, WHOLE, decoder._weights)
         for linear, _ in adapters._layers:
-            base: Any = linear._base
+            base: Any = linear.base
             outputs, inputs = base.weight.shape
             a, b = (torch.empty(*size, dtype=torch.bfloat16, device=CUDA) for size in ((rank, inputs), (outputs, rank)))
             part = OutputPart(b, slice(0, outputs), slice(0, rank))

@@ -23,6 +23,8 @@ from pathlib import Path
 import torch
 from mutated_readers import READERS, Reader, run_case
 
+from engine.model.device import release_freed_memory
+
 SPARE_BYTES = 64 << 20
 """Memory that a child may take beyond what it has when its reader is ready. The files have at most 2 MB."""
 SHOWN_FAILURES = 20
@@ -101,6 +103,7 @@ _BOARD = struct.Struct("5q")
 
 
 def _run(name: str, reader: Reader, folder: Path, seeds: range, board: mmap, failures: int) -> None:
+    release_freed_memory()  # What the parent has freed would be beyond the limit.
     data = int(Path("/proc/self/statm").read_text().split()[5]) * PAGESIZE
     resource.setrlimit(resource.RLIMIT_DATA, (data + SPARE_BYTES, data + SPARE_BYTES))
     at_start = int(Path("/proc/self/statm").read_text().split()[1]) * PAGESIZE // 1024
