@@ -105,5 +105,6 @@ def test_shared_texts_take_at_most_the_memory_of_the_setting(shared: str, num_by
     settings = SpeculativeConfig.model_validate({"shared_lookup": shared, "shared_lookup_mib": 3})
     drafter = _method(settings, None, branches=False)
     assert isinstance(drafter, NgramDrafter)
-    assert (None if drafter._shared is None else drafter._shared.num_bytes) == num_bytes
-    assert drafter._per_client == (shared == "client")
+    lookup = drafter._lookup
+    assert (None if lookup._shared is None else lookup._shared.num_bytes) == num_bytes
+    assert lookup._per_client == (shared == "client")
