@@ -131,8 +131,7 @@ class _Closing:
         self._targets = targets
 
     def close(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
+        _ignore_signals()
         with self._console.status("Stopping"):
             self._ray.stop()
         clear_dead(self._targets)  # replicas that were killed could not remove theirs
@@ -151,7 +150,18 @@ def _raise_draining(number: int, frame: FrameType | None) -> None:
 
 def _raise_stopped(number: int, frame: FrameType | None) -> None:
     del number, frame
+    _ignore_signals()  # One that arrived together with this would end the stop before it has begun.
     raise _Stopped
+
+
+def _ignore_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _ignored)
+
+
+def _ignored(number: int, frame: FrameType | None) -> None:
+    """A handler, because Python complains of a signal that arrived before it was set to be ignored."""
+    del number, frame
 
 
 def _wait_until_healthy(ray: LocalRay, base: str, timeout_s: float) -> None:

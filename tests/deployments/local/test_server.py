@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
+from deployments.local import server
 from deployments.local.server import summarize
 
 TRACEBACK = """The deployment failed to start 3 times in a row. Error:
@@ -24,3 +27,19 @@ engine.errors.ConfigError: model: 'x' has no config.json
 )
 def test_the_error_is_said_without_its_traceback(message: str, said: str) -> None:
     assert summarize(message) == said
+
+
+def test_signals_that_follow_do_not_interrupt_the_stop() -> None:
+    """A terminal's Ctrl-C and a supervisor's SIGTERM may arrive together; Ray would run on without its parent."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        signal.signal(signal.SIGINT, server._raise_stopped)
+        signal.signal(signal.SIGTERM, server._raise_draining)
+        with pytest.raises(server._Stopped):
+            signal.raise_signal(signal.SIGINT)
+        for number in (*numbers, *numbers):
+            signal.raise_signal(number)
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
