@@ -115,7 +115,7 @@ def rotary_dim(head_dim: int, share: float, scaling: RopeScaling | None) -> int:
             if len(factors) != size // 2:
                 raise ConfigError(f"{name}: {len(factors)} numbers given; {size // 2} are needed, one per pair")
     if scaling is not None and scaling.kind == "dynamic" and size < 4:
-        raise ConfigError(f"rope_type: dynamic needs at least 4 rotated dimensions, given {rotary_dim}")
+        raise ConfigError(f"rope_type: dynamic needs at least 4 rotated dimensions, given {size}")
     return size
 
 
