@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from distill_fakes import VOCAB, open_target, write_target
 from eagle_requests import NUM_DRAFTED, features_of, make_proposer, request_row
-from fakes import RandomPacer
-from local_engine import LocalEngine
+from one_forward import check_output
 from safetensors.torch import load_file, save_file
 from tiny_eagle import DRAFT_VOCAB, write_eagle
 
@@ -29,7 +28,6 @@ from distill.models.export import load_draft as load_trained
 from engine.checkpoint.draft_check import check_draft
 from engine.checkpoint.store import resolve_model
 from engine.errors import ConfigError
-from engine.messages import SamplingParams, Submit
 from engine.model.load import load_draft
 
 
@@ -144,29 +142,10 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_output_is_the_same_as_without_a_draft(target_folder: Path, draft_folder: Path, name: str) -> None:
-    """Greedy and seeded, fp32, K random per step, several requests with a common beginning, twice."""
-    seeded = torch.Generator().manual_seed(3)
-    common = torch.randint(3, VOCAB, (40,), generator=seeded).tolist()
-    submits = [
-        Submit(
-            request_id=str(i),
-            prompt=(*common[: 8 + 6 * i], 5 + i),
-            sampling=SamplingParams(temperature=0.0 if i % 2 else 0.9, seed=i, max_tokens=40),
-        )
-        for i in range(6)
-    ]
-    again = [Submit(request_id=f"{s.request_id}'", prompt=s.prompt, sampling=s.sampling) for s in submits]
-    with LocalEngine(target_folder) as engine:
-        plain = engine.generate(submits)
-    settings = CONFIGURATIONS[name]
-    drafted = {"draft_folder": draft_folder, "pacer": RandomPacer(4, max_k=5), "speculative": {"k": 5}}
-    with LocalEngine(target_folder, **drafted, **settings) as engine:  # type: ignore[arg-type]
-        assert engine.generate(submits) == plain
-        assert list(engine.generate(again).values()) == list(plain.values())
-        assert sum(stats.num_drafted for stats in engine.stats) > 100
-        assert sum(stats.num_accepted for stats in engine.stats) > 5
-        if name == "preempting":
-            assert engine.num_preempted > 0
+    engine = check_output(target_folder, draft_folder, CONFIGURATIONS[name])
+    assert sum(stats.num_accepted for stats in engine.stats) > 5
+    if name == "preempting":
+        assert engine.num_preempted > 0
 
 
 def test_int8_weights_are_read(target_folder: Path, draft_folder: Path, tmp_path: Path) -> None:
