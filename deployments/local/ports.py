@@ -41,6 +41,7 @@ def free_ports(*preferred: int) -> list[int]:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 with contextlib.suppress(OSError):
                     probe.bind((LOOPBACK, port))
+                    probe.listen(1)  # two sockets may be bound to one port, but only one can listen there
                     ports.append(int(probe.getsockname()[1]))
                     break
             else:
