@@ -58,12 +58,22 @@ class Curves:
     Args:
         points: initial values of each curve.
         measured: whether the values were measured; guessed ones are corrected faster.
+        common_drift, single_drift: relative standard deviations of the drift per observation: of all values together,
+            and of each value alone. Without the first, a value moves by observations near its own size only.
 
     Raises:
         ValueError: the number of values is not that of the knots.
     """
 
-    def __init__(self, points: Sequence[Points], *, measured: bool = True) -> None:
+    def __init__(
+        self,
+        points: Sequence[Points],
+        *,
+        measured: bool = True,
+        common_drift: float = COMMON_DRIFT,
+        single_drift: float = SINGLE_DRIFT,
+    ) -> None:
+        self._common_drift, self._single_drift = common_drift, single_drift
         smallest = SMALLEST_S if measured else SMALLEST_GUESS_S
         common_sd, single_sd = (COMMON_SD, SINGLE_SD) if measured else (GUESSED_COMMON_SD, GUESSED_SINGLE_SD)
         state: list[float] = []
@@ -106,9 +116,9 @@ class Curves:
         """
         state, covariance = self.state, self._covariance
         size = np.maximum(state, self._least)
-        drift = COMMON_DRIFT * size
+        drift = self._common_drift * size
         covariance += drift[:, None] * drift
-        covariance.flat[:: len(size) + 1] += (SINGLE_DRIFT * size) ** 2  # its diagonal
+        covariance.flat[:: len(size) + 1] += (self._single_drift * size) ** 2  # its diagonal
         expected = float(features @ state)
         shared = covariance @ features
         scale = max(expected, min(measured_s, 4 * expected), SMALLEST_S)

@@ -19,7 +19,7 @@ from statistics import fmean
 import numpy as np
 import numpy.typing as npt
 
-from autoscale.policy.cost_curve import Curves, Points
+from autoscale.policy.cost_curve import Curve, Curves, Points
 from engine.core.stats import StepStats
 
 ROW_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -30,6 +30,9 @@ CLIP = 3.0
 """A residual is clipped at this many times its usual size."""
 SAME_SIZE_STEPS = 4
 """Number of successive plain steps of one size that are learned from once, by their mean. Single ones add little."""
+LASTING_DRIFT, LASTING_EVERY = 0.006, 3
+"""Of the lasting curves: relative standard deviation of a value's drift per observation, and the share of observations
+that they learn from: one of so many. The share is odd, because forwards and draft passes take turns."""
 MAX_CONTEXT_RATE = 1e-4
 """Upper bound of the cost of a cached token in seconds; far above any real one."""
 
@@ -97,6 +100,11 @@ class CostModel:
         passes = Points(knots=BATCH_KNOTS, values=table.pass_s, rate=table.catch_up_s, rate_sd=forward_s / 100)
         curves = Curves((verify, passes), measured=measured)
         self._verify, self._pass = curves[0], curves[1]
+        # What predicts the next step follows the machine of this moment at all sizes. What is kept for another time
+        # does not: a size keeps what it took when it was last in use.
+        lasting = Curves((verify, passes), measured=measured, common_drift=0.0, single_drift=LASTING_DRIFT)
+        self._lasting_verify, self._lasting_pass = lasting[0], lasting[1]
+        self._num_learned = 0
         self._handoff_s = table.handoff_s
         self._overhead_s = table.overhead_s
         self._sample_s, self._sample_row_s = table.sample_s, table.sample_row_s
@@ -200,7 +208,8 @@ class CostModel:
         self._learn_sampling(stats.num_rows - prompts, stats.sample_s)
         rest = stats.step_s - stats.verify_s - stats.sample_s - stats.draft_s
         if depth > 0 or caught_up > 0:
-            self._pass.learn(max(1, batch), stats.draft_s, num_units=caught_up, times=self.passes(depth))
+            for curve in self._learning(self._pass, self._lasting_pass):
+                curve.learn(max(1, batch), stats.draft_s, num_units=caught_up, times=self.passes(depth))
             self._handoff_s = self._corrected("handoff", self._handoff_s, rest - self._overhead_s)
         else:
             self._overhead_s = self._corrected("overhead", self._overhead_s, rest)
@@ -217,8 +226,15 @@ class CostModel:
     def _learn_same_size(self) -> None:
         steps = self._same_size
         seconds, context = fmean([step.verify_s for step in steps]), fmean([step.context_len for step in steps])
-        self._verify.learn(self._computed(steps[0].num_rows), seconds, num_units=context)
+        for curve in self._learning(self._verify, self._lasting_verify):
+            curve.learn(self._computed(steps[0].num_rows), seconds, num_units=context)
         steps.clear()
+
+    def _learning(self, curve: Curve, lasting: Curve) -> tuple[Curve, ...]:
+        """The curves that learn from the next observation."""
+        is_sampled = self._num_learned % LASTING_EVERY == 0
+        self._num_learned += 1
+        return (curve, lasting) if is_sampled else (curve,)
 
     def _sampling_s(self, rows: float) -> float:
         return self._sample_s + self._sample_row_s * rows if rows > 0 else 0.0
@@ -248,12 +264,12 @@ class CostModel:
         self._start(table, measured=True)
 
     def table(self) -> CostTable:
-        """The costs as learned so far."""
+        """The costs as learned so far, each size by what it took when it was last in use."""
         return CostTable(
-            tuple(self._verify.values),
-            tuple(self._pass.values),
-            self._verify.rate,
-            self.catch_up_s,
+            tuple(self._lasting_verify.values),
+            tuple(self._lasting_pass.values),
+            self._lasting_verify.rate,
+            self._lasting_pass.rate,
             self._handoff_s,
             self._overhead_s,
             self._sample_s,

@@ -187,6 +187,28 @@ def test_a_measured_table_replaces_what_was_learned() -> None:
     assert cost.table() == cpu_table()
 
 
+def test_what_is_kept_of_a_size_is_what_it_took_when_it_was_in_use() -> None:
+    """A neighbour takes time while 32 requests run. The next step is predicted slower at every size."""
+    cost, alone_s, full_s = CostModel(cpu_table()), cpu_table().verify_s[0], cpu_table().verify_s[5]
+    alone, full = step(rows=1, verify_s=alone_s, rest_s=0.0), step(rows=1, verify_s=full_s, rest_s=0.0)
+    for number in range(1600):
+        cost.observe(structs.replace(full, num_rows=32) if number // 4 % 2 else alone)
+    for _ in range(2000):
+        cost.observe(structs.replace(full, num_rows=32, verify_s=1.5 * full_s))
+    assert cost.table().verify_s[0] == pytest.approx(alone_s, rel=0.02)
+    assert cost.table().verify_s[5] == pytest.approx(1.5 * full_s, rel=0.02)
+    assert cost.verify_s(32, 0) == pytest.approx(1.5 * full_s, rel=0.02)
+    assert cost.verify_s(1, 0) > 1.3 * alone_s
+
+
+def test_a_draft_pass_is_kept_as_it_was_measured() -> None:
+    cost = CostModel(cpu_table())
+    asked = step(rows=4, verify_s=0.02, rest_s=0.0, draft_s=3 * 0.002)
+    for _ in range(400):
+        cost.observe(structs.replace(asked, num_caught_up=0))
+    assert cost.table().pass_s[0] == pytest.approx(0.002, rel=0.02)
+
+
 def test_knots_double_from_one_to_the_largest_step_and_batch() -> None:
     assert tuple(2**power for power in range(12)) == ROW_KNOTS
     assert tuple(2**power for power in range(9)) == BATCH_KNOTS
