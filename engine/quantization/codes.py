@@ -16,8 +16,8 @@ CODE_BLOCK = 16
 
 
 def has_codes(files: Tensors, quantization: Quantization, name: str, shape: tuple[int, int]) -> bool:
-    """Whether `read_codes` can read a quantised weight: integers in groups of consecutive columns, whose zero point
-    times scale is exact in float32.
+    """Whether `read_codes` can read a quantised weight: integers in groups of consecutive columns. Where there is a
+    zero point, products of an integer and the scale must be exact in float32: adding the minimum rounds once more.
 
     Args:
         files, quantization, name, shape: as in `dequantise`.
@@ -33,9 +33,14 @@ def has_codes(files: Tensors, quantization: Quantization, name: str, shape: tupl
     of_columns = column_groups(files, name.removesuffix(".weight"), first.scheme, shape, slice(0, num_columns))
     if not torch.equal(of_columns.long(), torch.arange(num_columns) // group):
         return False
-    return first.zeros is None or torch.equal(
-        (first.zeros * first.scales).double(), first.zeros.double() * first.scales.double()
-    )
+    return first.zeros is None or bool(((first.zeros == 0) | _exact_products(first.scales, first.scheme.bits)).all())
+
+
+def _exact_products(scales: torch.Tensor, bits: int) -> torch.Tensor:
+    """Whether float32 holds a scale times each integer of magnitude up to 2 ** `bits`, for each scale: it has no more
+    significant bits than that leaves, and no product is too large."""
+    has_few_bits = scales.view(torch.int32) & ((1 << bits) - 1) == 0
+    return torch.logical_and(has_few_bits, (scales * 2**bits).isfinite())
 
 
 def read_codes(files: Tensors, quantization: Quantization, name: str, shape: tuple[int, int], rows: slice) -> Codes:

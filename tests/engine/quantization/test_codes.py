@@ -125,6 +125,9 @@ def test_one_scale_for_all_is_spread_over_the_rows() -> None:
         (int8(48, 1), compressed(strategy="channel"), 48, True),
         (int8(40, 1), compressed(strategy="channel"), 40, False),
         (int8(64, 4, scale=0.1, zero=3), compressed(group_size=16, symmetric=False), 64, False),
+        (int8(64, 4, scale=0.1, zero=4), compressed(group_size=16, symmetric=False), 64, False),
+        (int8(64, 4, scale=2.0**118, zero=3), compressed(group_size=16, symmetric=False), 64, False),
+        (int8(64, 4, scale=2.0**100, zero=3), compressed(group_size=16, symmetric=False), 64, True),
         (int8(64, 4, scale=0.1, zero=0), compressed(group_size=16, symmetric=False), 64, True),
         (stored_gptq(64, 2, 4, SHUFFLED), gptq(group_size=32), 64, False),
         (
