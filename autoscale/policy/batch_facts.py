@@ -99,6 +99,10 @@ class BatchObserver:
             num_unread=float(max(0, num_unread)),
         )
 
+    def num_unread(self, request: Request) -> int:
+        """Tokens of a request that the draft has not read."""
+        return len(request.tokens) - self._num_read.get(request.key, 0)
+
     def catch_up_tokens(self, tokens: float) -> float:
         """Committed tokens that the draft reads per step.
 

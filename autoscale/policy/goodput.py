@@ -136,14 +136,21 @@ class Goodput:
     ) -> Chosen:
         best, plain_s, prompts_s = self._best(decodes, keys, max_k, num_prefill_rows)
         gain = best.goodput * plain_s / len(decodes)
-        worth_probing = self.switch.is_on or self._could_pay(len(decodes), plain_s, num_prefill_rows)
+        could_pay, probe_cost_s = True, 0.0
+        if not self.switch.is_on:
+            could_pay = self._could_pay(len(decodes), plain_s, num_prefill_rows)
+            probe_cost_s = self._probe_cost_s(decodes, self._probe_ks(decodes, max_k, is_wide=not could_pay), plain_s)
         mode = self.switch.decide(
-            gain, self._now_s, worth_probing=worth_probing, has_lookup_drafts=self._builder.has_lookup_drafts
+            gain,
+            self._now_s,
+            worth_probing=could_pay,
+            probe_cost_s=probe_cost_s,
+            has_lookup_drafts=self._builder.has_lookup_drafts,
         )
         used = best if mode == "on" else Allocation(best.ks * 0, float(len(decodes)), plain_s)
         rows = len(decodes) + num_prefill_rows + sum(used.ks.tolist())
         self._builder.reprice(best, rows, max_k, max(used.goodput, len(decodes) / plain_s))
-        choices = self._choices(mode, best, decodes, max_k, worth_probing=worth_probing)
+        choices = self._choices(mode, best, decodes, max_k, could_pay=could_pay)
         chosen = Chosen(choices, replace(used, seconds=used.seconds + prompts_s))
         self._held.hold(
             chosen,
@@ -156,7 +163,7 @@ class Goodput:
         return chosen
 
     def _choices(
-        self, mode: Mode, best: Allocation, decodes: Sequence[Request], max_k: int, *, worth_probing: bool
+        self, mode: Mode, best: Allocation, decodes: Sequence[Request], max_k: int, *, could_pay: bool
     ) -> list[KChoice]:
         build, workloads = self._builder.build, self._batch.facts.workloads
         if mode == "on":
@@ -164,15 +171,40 @@ class Goodput:
         ks = [0] * len(decodes)
         if mode == "baseline":
             return build(ks, workloads, reason="probe", zero_reason="probe", lookup_allowed=False)
-        if mode == "probe":
-            probed = [index for index, request in enumerate(decodes) if request.submit.speculative.enabled]
-            k = 1
-            if worth_probing:  # Acceptance is uncertain: a few requests are enough to measure it.
-                probed, k = probed[: max(PROBE_REQUESTS, len(probed) // 8)], min(PROBE_K, max_k)
-            # Else costs are uncertain: all draft one token, which is what would be chosen if they were lower.
-            for index in probed:
-                ks[index] = k
-        return build(ks, workloads, reason="probe", zero_reason="acceptance" if worth_probing else "batch")
+        if mode != "off":
+            ks = self._probe_ks(decodes, max_k, is_wide=mode == "wide_probe")
+        return build(ks, workloads, reason="probe", zero_reason="acceptance" if could_pay else "batch")
+
+    def _probe_ks(self, decodes: Sequence[Request], max_k: int, *, is_wide: bool) -> list[int]:
+        """[B] K of each request in a probe.
+
+        Acceptance is measured with a few requests: those of which the draft has least to read. Costs are measured with
+        one token of each request, which is what would be chosen if the costs were lower.
+        """
+        probed = [index for index, request in enumerate(decodes) if request.submit.speculative.enabled]
+        k = 1
+        if not is_wide:
+            probed.sort(key=lambda index: self._batch.num_unread(decodes[index]))
+            count = max(PROBE_REQUESTS, len(probed) // 8)
+            probed, k = probed[:count], min(PROBE_K, max_k)
+        ks = [0] * len(decodes)
+        for index in probed:
+            ks[index] = k
+        return ks
+
+    def _probe_cost_s(self, decodes: Sequence[Request], ks: Sequence[int], plain_s: float) -> float:
+        """Seconds that a probe is expected to add: what it computes, less what its accepted tokens take without it."""
+        cost, drafting = self.cost, [index for index, k in enumerate(ks) if k > 0]
+        if not drafting:
+            return 0.0
+        depth = max(ks)
+        cumulative_acceptance = self.acceptance.cumulative_acceptance_of(
+            [decodes[index].key for index in drafting], self._batch.facts.workload_indices[drafting], depth
+        )
+        saved_s = float(cumulative_acceptance.sum()) * plain_s / len(decodes)
+        step_s = cost.draft_s(len(drafting), depth) + float(cost.added_rows_s(len(decodes), sum(ks))[-1]) - saved_s
+        num_unread = sum([self._batch.num_unread(decodes[index]) for index in drafting])
+        return max(0.0, DEFAULT_SWITCH.probe_steps * step_s + cost.catch_up_s * num_unread)
 
     def _best(
         self, decodes: Sequence[Request], keys: list[int], max_k: int, num_prefill_rows: int

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 from step_stats import make_step
+from switches import drafting
 
 from autoscale.control.controller import Controller
 from autoscale.control.priors import Counts, DraftClass, PriorPool
@@ -100,7 +101,7 @@ def test_new_requests_take_k_from_the_priors_of_the_plan() -> None:
         return Request(submit=submit, key=key, stream_key=0, tokens=[1])
 
     def first_k(rate: float) -> int:
-        pacer = make_goodput("draft_model", 8, cpu_table())
+        pacer = drafting(make_goodput("draft_model", 8, cpu_table()))
         prior = Prior(method="draft_model", workload="greedy", rates=(rate,) * 8, weights=(500.0,) * 8)
         (choice,) = pacer.choose(SpeculationPlan(max_k=8, priors=(prior,)), [request(1)], 0)
         return choice.k

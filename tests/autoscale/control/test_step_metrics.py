@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 from step_stats import make_step
+from switches import settled
 
 from autoscale.control.step_metrics import StepRecorder
 from autoscale.policy.goodput import make_goodput
@@ -151,7 +152,7 @@ def test_each_switch_has_its_cause() -> None:
 @pytest.mark.parametrize(("reason", "cause"), [("batch", "batch"), ("acceptance", "acceptance")])
 def test_the_switch_going_off_and_on(reason: str, cause: str) -> None:
     rig = Rig("goodput")
-    switch = rig.goodput.switch
+    switch = settled(rig.goodput.switch)
     rig.run([make_step([(2, 0)], 0)])
     switch.decide(0.5, 0.0)
     switch.decide(0.5, 10.0)

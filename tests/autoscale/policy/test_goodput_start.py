@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from step_stats import make_step, step_stats
+from switches import drafting
 
 from autoscale.policy.cost_model import CostModel
 from autoscale.policy.goodput import UNMEASURED, make_goodput
@@ -42,8 +43,15 @@ def test_without_a_measurement_a_step_takes_ten_milliseconds_and_drafting_nothin
     assert cost.overhead_s == 0.0
 
 
-def test_so_the_first_step_drafts_as_much_as_the_plan_allows() -> None:
-    pacer = make_goodput("draft_model", MAX_K)
+def test_the_first_steps_are_a_probe_of_acceptance() -> None:
+    """Two tokens for one request in eight, and for two at least, before all of them read their prompts into a draft."""
+    pacer = make_goodput("draft_model", MAX_K, cpu_table())
+    choices = pacer.choose(SpeculationPlan(max_k=MAX_K), [request_of(key) for key in range(32)], 0)
+    assert [(choice.k, choice.reason) for choice in choices] == [(2, "probe")] * 4 + [(0, "acceptance")] * 28
+
+
+def test_without_costs_a_step_drafts_as_much_as_the_plan_allows() -> None:
+    pacer = drafting(make_goodput("draft_model", MAX_K))
     choices = pacer.choose(SpeculationPlan(max_k=MAX_K), [request_of(1), request_of(2)], 0)
     assert [choice.k for choice in choices] == [MAX_K, MAX_K]
 
@@ -72,7 +80,7 @@ def test_lookup_is_asked_before_a_model_only(method: str, lookup: bool, is_asked
 
 def test_the_depth_that_was_found_is_kept_between_wide_searches() -> None:
     """A choice holds for 8 steps. The next three compare the depth found before with one neighbour."""
-    pacer = make_goodput("draft_model", MAX_K, cpu_table())
+    pacer = drafting(make_goodput("draft_model", MAX_K, cpu_table()))
     pacer.acceptance.observe([RowOutcome(1, MAX_K, MAX_K, 10)] * 300)
     batch = [request_of(1)]
     ks = [pacer.choose(SpeculationPlan(max_k=MAX_K), batch, 0)[0].k for _ in range(32)]
@@ -81,7 +89,7 @@ def test_the_depth_that_was_found_is_kept_between_wide_searches() -> None:
 
 def test_the_clock_is_the_sum_of_step_durations() -> None:
     """Drafting never pays here, so it is switched off after a quarter of a second of steps."""
-    pacer = make_goodput("draft_model", MAX_K, cpu_table())
+    pacer = drafting(make_goodput("draft_model", MAX_K, cpu_table()))
     pacer.acceptance.observe([RowOutcome(1, 4, 0, 10)] * 300)
     on = []
     for _ in range(40):
@@ -93,7 +101,7 @@ def test_the_clock_is_the_sum_of_step_durations() -> None:
 
 
 def test_a_choice_is_made_anew_after_eight_steps() -> None:
-    pacer, batch = make_goodput("draft_model", MAX_K, cpu_table()), [request_of(1)]
+    pacer, batch = drafting(make_goodput("draft_model", MAX_K, cpu_table())), [request_of(1)]
     plan = SpeculationPlan(max_k=MAX_K)
     choices = [pacer.choose(plan, batch, 0) for _ in range(24)]
     first_of = [next(i for i, other in enumerate(choices) if other is each) for each in choices]
@@ -102,7 +110,7 @@ def test_a_choice_is_made_anew_after_eight_steps() -> None:
 
 @pytest.mark.parametrize(("of_plan", "of_engine", "k"), [(0, 8, 0), (1, 8, 1), (8, 1, 1), (8, 0, 0), (3, 8, 3)])
 def test_the_smaller_bound_of_plan_and_engine_holds(of_plan: int, of_engine: int, k: int) -> None:
-    pacer = make_goodput("draft_model", of_engine)
+    pacer = drafting(make_goodput("draft_model", of_engine))
     (choice,) = pacer.choose(SpeculationPlan(max_k=of_plan), [request_of(1)], 0)
     assert (choice.k, choice.reason) == (k, "plan" if k else "off")
     assert pacer.choose(SpeculationPlan(max_k=of_plan), [], 0) == []

@@ -10,6 +10,7 @@ import pytest
 from fakes import RandomPacer, ToyEngine, ToyModel, toy_drafter
 from msgspec import structs
 from step_stats import make_step
+from switches import drafting
 
 from autoscale.control.priors import DraftClass
 from autoscale.control.report import Aggregator
@@ -41,7 +42,7 @@ def step_of(*outcomes: RowOutcome) -> StepStats:
 
 def taught(model: bool, lookup: bool, batch: int = 4, table: CostTable | None = None) -> tuple[Goodput, list[KChoice]]:
     """A policy that has seen all drafts of a source accepted or all rejected, and what it then chooses."""
-    pacer = make_goodput("eagle", MAX_K, table or cpu_table(), lookup=True)
+    pacer = drafting(make_goodput("eagle", MAX_K, table or cpu_table(), lookup=True))
     requests = [request(key) for key in range(batch)]
     for _ in range(150):
         pacer.acceptance.observe([RowOutcome(1, 4, 4 * model, 10)])

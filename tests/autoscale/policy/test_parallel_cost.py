@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from step_stats import make_step
+from switches import drafting
 
 from autoscale.policy.acceptance_rate import Acceptance
 from autoscale.policy.allocation import Allocation, allocate
@@ -117,7 +118,7 @@ def test_k_stays_within_the_trained_positions() -> None:
     request = Request(submit=submit, key=1, stream_key=0, tokens=[1])
     chosen = {}
     for table in (cpu_table(), PARALLEL):
-        pacer = make_goodput("eagle", 8, replace(table, pass_s=(1e-6,) * len(table.pass_s)))
+        pacer = drafting(make_goodput("eagle", 8, replace(table, pass_s=(1e-6,) * len(table.pass_s))))
         (choice,) = pacer.choose(SpeculationPlan(max_k=8, priors=(prior,)), [request], 0)
         chosen[table.positions_per_pass] = choice.k
     assert chosen[1] > POSITIONS
