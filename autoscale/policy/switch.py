@@ -41,6 +41,8 @@ class SwitchParams:
     not bound the first probe after the start."""
     probe_steps: int = 6
     """Drafting steps of one probe."""
+    longest_probe_steps: int = 24
+    """Steps after which a probe ends even if its requests could not draft."""
     doubtful_probe_s: float = 30.0
     """Seconds added before a probe while the cost model says that no draft could pay. The costs may be wrong."""
     first_baseline_s: float = 1.0
@@ -66,7 +68,7 @@ class HysteresisSwitch:
         self._past_threshold_since_s: float | None = None
         self._probe_pause_s = params.first_probe_s
         self._stopped_s = self._next_probe_s = 0.0
-        self._num_probe_steps = 0  # still to come
+        self._num_probe_steps = self._num_steps_left = 0  # still to come: with drafts, and at most
         self._probe: Mode = "probe"  # the kind of the probe that runs
         self._baseline_pause_s = params.first_baseline_s
         self._next_baseline_s = params.first_baseline_s
@@ -100,7 +102,10 @@ class HysteresisSwitch:
             has_lookup_drafts: whether prompt lookup drafts are verified while the draft model is off.
         """
         if self._num_probe_steps > 0:
-            return self._probe
+            self._num_steps_left -= 1
+            if self._num_steps_left > 0:
+                return self._probe
+            self._end_probe(now_s)
         params = self._params
         is_past_threshold = gain <= params.off_gain if self._is_on else gain >= params.on_gain
         if not is_past_threshold:
@@ -118,7 +123,7 @@ class HysteresisSwitch:
             return "baseline" if self._samples_baseline(now_s, gain) else "on"
         if self._probe_is_due(now_s, probe_cost_s, worth_probing=worth_probing):
             self.num_probes += 1
-            self._num_probe_steps = params.probe_steps
+            self._num_probe_steps, self._num_steps_left = params.probe_steps, params.longest_probe_steps
             self._probe = "probe" if worth_probing else "wide_probe"
             return self._probe
         return "baseline" if has_lookup_drafts and self._samples_baseline(now_s, gain) else "off"
@@ -129,11 +134,15 @@ class HysteresisSwitch:
             return
         self._num_probe_steps -= 1
         if self._num_probe_steps == 0:
-            if self._is_new:
-                self._is_new, self._is_undecided = False, True
-            else:
-                self._probe_pause_s = min(2 * self._probe_pause_s, self._params.longest_probe_s)
-            self._stopped_s, self._next_probe_s = now_s, now_s + self._probe_pause_s
+            self._end_probe(now_s)
+
+    def _end_probe(self, now_s: float) -> None:
+        self._num_probe_steps = 0
+        if self._is_new:
+            self._is_new, self._is_undecided = False, True
+        else:
+            self._probe_pause_s = min(2 * self._probe_pause_s, self._params.longest_probe_s)
+        self._stopped_s, self._next_probe_s = now_s, now_s + self._probe_pause_s
 
     def _probe_is_due(self, now_s: float, cost_s: float, *, worth_probing: bool) -> bool:
         params = self._params

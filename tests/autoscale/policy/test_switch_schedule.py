@@ -131,3 +131,13 @@ def test_a_probe_stays_what_it_was_when_it_began() -> None:
     assert switch.decide(0.9, 1.25) == "probe"
     switch.drafted(1.25)
     assert switch.decide(0.9, 1.375, worth_probing=False, probe_cost_s=9.0) == "probe"
+
+
+def test_a_probe_whose_requests_cannot_draft_ends() -> None:
+    """At the start the acceptance that is assumed decides then, so that the requests that can draft do."""
+    switch = HysteresisSwitch(SwitchParams())
+    assert [switch.decide(1.2, 0.0) for _ in range(25)] == ["probe"] * 24 + ["on"]
+    switch = off_switch()
+    assert [switch.decide(0.9, 1.25) for _ in range(25)] == ["probe"] * 24 + ["off"]
+    assert switch.decide(0.9, 1.25 + 2.0 - 0.001) == "off"
+    assert switch.decide(0.9, 1.25 + 2.0) == "probe"
