@@ -35,7 +35,8 @@ EXCHANGE_S = 1.5e-5
 """Seconds of one all-reduce of a few rows between GPUs with NVLink; a layer has two. An assumption."""
 CPU_OVERHEAD_S, CPU_SAMPLE_ROW_S, CPU_SERVING_S = 5e-4, 4e-5, 1.6e-4
 """On a CPU: seconds per step besides forward and draft, seconds per sampled row, and CPU seconds of HTTP, Serve and Ray
-per token (docs/benchmarks.md). A cost table that is measured at start lacks them."""
+per token (docs/benchmarks.md). A cost table that is measured at start lacks them. One that was learned from steps holds
+them: while HTTP, Serve and Ray have a core, a step takes longer."""
 CPU_SERVING_BYTES, CPU_SHARD_BYTES, CPU_DRAFT_BYTES = 1.06e9, 0.3e9, 0.4e9
 """On a CPU: resident bytes of Ray, Serve, the controller and one replica; of the shard's process besides weights and KV
 cache; and of the draft's process (docs/benchmarks.md)."""
@@ -187,7 +188,8 @@ def plan_cpu(
         overhead_s=table.overhead_s or CPU_OVERHEAD_S,
         sample_row_s=table.sample_row_s or CPU_SAMPLE_ROW_S,
     )
-    serving_s = CPU_SERVING_S / num_cores
+    is_learned = table.overhead_s > 0
+    serving_s = 0.0 if is_learned else CPU_SERVING_S / num_cores
     return _plan("this CPU", engine, target, filled, (memory,), traffic, num_replicas=1, serving_s=serving_s)
 
 

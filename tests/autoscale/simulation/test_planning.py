@@ -196,12 +196,15 @@ def smollm2() -> ModelConfig:
 
 
 def test_a_measured_table_gets_what_it_lacks() -> None:
-    """A row takes 1 ms after the first 10 ms; then 0.5 ms per step, 40 us per row and 80 us of CPU per token."""
+    """A row takes 1 ms after the first 10 ms; then 0.5 ms per step, 40 us per row and 80 us of CPU per token.
+
+    Steps that served requests were longer by the time that serving took, so learned costs hold it.
+    """
     plan = of_cpu(LINEAR, "none")
     expected = [0.010 + n * 0.001 + 0.0005 + n * 4e-5 + n * 8e-5 for n in (1, 4)]
     assert [point.plain_tpot_s for point in plan.points] == pytest.approx(expected)
     learned = replace(LINEAR, overhead_s=0.002, sample_row_s=1e-4)
-    expected = [0.010 + n * 0.001 + 0.002 + n * 1e-4 + n * 8e-5 for n in (1, 4)]
+    expected = [0.010 + n * 0.001 + 0.002 + n * 1e-4 for n in (1, 4)]
     assert [point.plain_tpot_s for point in of_cpu(learned, "none").points] == pytest.approx(expected)
     assert plan.memory[0].parts[0].name == "weights"
     assert len(of_cpu(LINEAR, "draft_model").memory[0].parts) == len(plan.memory[0].parts) + 1, "the draft's process"
