@@ -39,12 +39,21 @@ EXTRA = {
     "engine/core": ("tests/test_exactness.py", "tests/test_state_machine.py", "tests/engine/sampling/test_sampling.py"),
     "engine/sampling": ("tests/test_exactness.py", "tests/engine/core"),
     "engine/metrics": ("tests/deployments/monitoring", "tests/autoscale/control"),
+    "engine/tree.py": ("tests/engine/proposals", "tests/engine/draft/test_tree_search.py"),
+    "engine/tree_paths.py": ("tests/gpu_offline/test_tree_attention.py", "tests/engine/model/test_trees.py"),
+    "engine/lookup": ("tests/engine/proposals", "tests/test_exactness.py"),
+    "engine/graphs": ("tests/gpu_offline",),
+    "engine/dflash": ("tests/engine/draft/test_public_parallel.py",),
+    "engine/medusa": ("tests/gpu_offline/test_recorded_chain.py",),
+    "engine/gguf": ("tests/engine/model/test_packed.py", "tests/engine/checkpoint"),
+    "engine/quantization": ("tests/engine/model/test_packed.py", "tests/engine/model/test_int8_cache.py"),
+    "engine/workers": ("tests/gpu_offline/test_bring_up.py", "tests/gpu_offline/test_memory_plan.py"),
     "deployments/openai": (
         "tests/deployments/http/test_api_options.py",
         "tests/deployments/http/test_openai_client.py",
     ),
 }
-"""Further tests of a folder: promises that the tests of other folders hold."""
+"""Further tests of a folder, or of one file: promises that the tests of other folders hold."""
 TIMEOUT = -1
 MEMORY_BYTES = 12 << 30
 """Bound on the address space of one run: a mutant may allocate without end."""
@@ -151,8 +160,9 @@ def choose(tree: Path, folder: str, num: int, seed: int) -> list[Mutant]:
 def tests_of(tree: Path, folder: str, further: Sequence[str]) -> list[str]:
     """Test files and folders that hold the promises of a folder, or of one file."""
     home = folder if not folder.endswith(".py") else str(Path(folder).parent)
-    mirror = [f"tests/{home}"] if (tree / "tests" / home).is_dir() else []
-    tests = [*mirror, *EXTRA.get(home, ()), *further]
+    # Not those of the folders below.
+    mirror = [str(path.relative_to(tree)) for path in sorted((tree / "tests" / home).glob("test_*.py"))]
+    tests = [*mirror, *EXTRA.get(home, ()), *(EXTRA.get(folder, ()) if folder != home else ()), *further]
     if not tests:
         raise SystemExit(f"mutants: no tests mirror {folder}; name some with --tests")
     return tests
