@@ -71,7 +71,7 @@ def find_paths(
     own = (kv_lens - on_paths - first_slots)[owner] + place  # slot of each row, counted from the first of its path
     tree_start = (kv_lens - num_tree_slots - first_slots)[owner]
     slot = np.arange(int((kv_lens - first_slots)[owner].max(initial=1)))
-    bit = np.clip(slot - tree_start[:, None], 0, 63).astype(np.uint64)
+    bit = np.clip(slot - tree_start[:, None], 0, 64).astype(np.uint64)  # a shift by 64 leaves 0: no node is there
     in_tree = (ancestors[rows][:, None] >> bit) & np.uint64(1) == 1
     is_node = (own >= tree_start)[:, None]
     visible = np.where(is_node, (slot < tree_start[:, None]) | in_tree, slot <= own[:, None])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.tree import MAX_NODES, ancestor_masks, branches, chain_parents, check_parents, children_of, depths
+from engine.tree import ancestor_masks, branches, chain_parents, check_parents, children_of, depths
 
 PARENTS = (-1, 0, 0, -1, 2)
 
@@ -25,7 +25,14 @@ def test_a_chain_has_no_branches() -> None:
 
 def test_a_node_comes_after_its_parent() -> None:
     check_parents(PARENTS)
-    check_parents(chain_parents(MAX_NODES))
-    for wrong in ((0,), (-2,), (-1, 1), chain_parents(MAX_NODES + 1)):
+    for wrong in ((0,), (-2,), (-1, 1)):
         with pytest.raises(ValueError, match="parents: "):
             check_parents(wrong)
+
+
+def test_a_tree_has_a_bit_of_one_word_for_each_node() -> None:
+    largest = chain_parents(64)
+    check_parents(largest)
+    assert ancestor_masks(largest)[-1] == 2**64 - 1
+    with pytest.raises(ValueError, match="parents: 65 nodes given, allowed are 64"):
+        check_parents(chain_parents(65))

@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import random_parents
 
+from engine.core.acceptance import SampledSpan, accept_all
+from engine.core.acceptance_each import accept_each
 from engine.core.request import Request
 from engine.core.step import Draft, DraftRow, RowVerdict, Span
 from engine.core.verifier import accept_or_reject
@@ -123,6 +125,10 @@ def test_a_path_goes_through_the_branches_that_the_target_chooses() -> None:
     sampling = SamplingParams(temperature=1.0)
     request = Request(submit=Submit(request_id="0", prompt=(0,), sampling=sampling), key=0, stream_key=1, tokens=[0])
     row = DraftRow((3, 1, 3, 2, 0), parents=(-1, -1, 1, 1, -1))
+    sampled = SampledSpan(0, Span(request, 0, 1, 5, True, "plan"), row, range(6), request.row_sampling)
+    for outcome in (accept_all(logits.clone(), [sampled], None), accept_each(logits.clone(), [sampled], None)):
+        assert outcome.path is not None
+        assert outcome.path.tolist() == [[1, 3, -1, -1, -1]]
     for acceptance in ("together", "each"):
         (verdict,) = accept_or_reject(
             logits.clone(), [Span(request, 0, 1, 5, True, "plan")], Draft((row,)), acceptance=acceptance

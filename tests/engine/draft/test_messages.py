@@ -12,7 +12,6 @@ from msgspec import structs
 from engine.draft.messages import REASONS, DraftRequestRow, DraftResponseRow, decode_options, encode_options
 from engine.sampling.penalties import TokenOptions
 from engine.sampling.row_sampling import RowSampling
-from engine.tree import MAX_WIDTH
 
 SAMPLING = RowSampling(temperature=1.0, top_p=1.0, stream_key=0, attempt=0, coupled=False)
 ROW = DraftRequestRow(5, 0, (1, 2), 3, SAMPLING)
@@ -110,9 +109,10 @@ def test_parents_and_width_within_their_bounds() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             DraftResponseRow((1, 2), **values)  # type: ignore[arg-type]
-    for width in (0, MAX_WIDTH + 1):
-        with pytest.raises(ValueError, match=f"width {width} is not within 1 and {MAX_WIDTH}"):
+    for width in (0, 9):
+        with pytest.raises(ValueError, match=f"width {width} is not within 1 and 8"):
             dataclasses.replace(ROW, width=width)
+    assert dataclasses.replace(ROW, width=8).width == 8
 
 
 def test_an_unknown_reason_is_refused() -> None:
