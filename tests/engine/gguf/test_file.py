@@ -76,3 +76,40 @@ def test_reading_beyond_the_metadata_is_refused(tiny_gguf: Path) -> None:
             file.read("nothing")
         with pytest.raises(ConfigError, match=r"general\.architecture = 'llama'; expected int"):
             file.get("general.architecture", int)
+
+
+def metadata_file(path: Path, *values: tuple[str, int, bytes]) -> Path:
+    """A file of version 3 without tensors, with values of (name, type, bytes)."""
+    content = b"GGUF" + struct.pack("<IQQ", 3, 0, len(values))
+    for name, kind, raw in values:
+        content += struct.pack("<Q", len(name)) + name.encode() + struct.pack("<I", kind) + raw
+    path.write_bytes(content)
+    return path
+
+
+SCALARS = [
+    *((0, "B", 250), (1, "b", -5), (2, "H", 65_000), (3, "h", -300), (4, "I", 4_000_000_000), (5, "i", -70_000)),
+    *((6, "f", 0.5), (7, "?", True), (10, "Q", 2**63), (11, "q", -(2**40)), (12, "d", 0.1)),
+]
+
+
+def test_metadata_of_every_type(tmp_path: Path) -> None:
+    values = [(f"of.{kind}", kind, struct.pack("<" + code, value)) for kind, code, value in SCALARS]
+    with GGUFFile(metadata_file(tmp_path / "a.gguf", *values)) as file:
+        assert file.metadata == {f"of.{kind}": value for kind, _, value in SCALARS}
+        assert all(type(file.metadata[f"of.{kind}"]) is type(value) for kind, _, value in SCALARS)
+
+
+def array(kind: int, *items: bytes) -> bytes:
+    return struct.pack("<IQ", kind, len(items)) + b"".join(items)
+
+
+def test_arrays_of_arrays_are_read_and_no_deeper_ones(tmp_path: Path) -> None:
+    bytes_of = [bytes([value]) for value in range(4)]
+    pair = array(9, array(0, *bytes_of[:2]), array(0, *bytes_of[2:]))
+    with GGUFFile(metadata_file(tmp_path / "a.gguf", ("pairs", 9, pair))) as file:
+        assert file.metadata == {"pairs": [[0, 1], [2, 3]]}
+    with pytest.raises(ConfigError, match="is damaged: metadata of unknown type 9"):
+        GGUFFile(metadata_file(tmp_path / "b.gguf", ("deep", 9, array(9, pair))))
+    with pytest.raises(ConfigError, match="is damaged: metadata of unknown type 13"):
+        GGUFFile(metadata_file(tmp_path / "c.gguf", ("new", 13, b"")))

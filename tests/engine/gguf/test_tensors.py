@@ -118,6 +118,10 @@ def test_scaling_by_a_factor_is_read(tmp_path: Path, kind: str) -> None:
             {"rope__scaling__type": "longrope", "rope__scaling__factor": 2.0},
             r"scaling\.type = 'longrope'; allowed: none",
         ),
+        (
+            {"rope__scaling__type": "linear", "rope__scaling__factor": 2.0, "rope__scaling__attn_factor": 1.5},
+            r"llama\.rope\.scaling\.attn_factor is not supported; allowed: 1\.0",
+        ),
         ({"rope_freqs": [1.0] * 5}, r"rope_freqs\.weight has shape \[5\]"),
     ],
 )
@@ -131,9 +135,12 @@ def test_other_types_are_refused_by_name(tmp_path: Path) -> None:
     content = source.read_bytes()
     at = content.index(b"output.weight") + len(b"output.weight") + 4 + 2 * 8
     assert content[at] == 8
-    source.write_bytes(content[:at] + b"\x0a" + content[at + 1 :])
-    with pytest.raises(ConfigError, match=r"tensor output\.weight is of type Q2_K; allowed: F32, F16, BF16, Q4_0"):
-        load_model(gguf_folder(source, tmp_path / "cache"))
+    for number, (kind, label) in enumerate(((b"\x0a", "Q2_K"), (b"\xc8", "200"))):
+        source.write_bytes(content[:at] + kind + content[at + 1 :])
+        with pytest.raises(
+            ConfigError, match=rf"tensor output\.weight is of type {label}; allowed: F32, F16, BF16, Q4_0"
+        ):
+            load_model(gguf_folder(source, tmp_path / f"cache {number}"))
 
 
 def test_tensors_that_overlap_are_refused(tmp_path: Path) -> None:
