@@ -38,6 +38,7 @@ from engine.graphs.chain import RecordedChain
 from engine.graphs.chain_rows import WHOLE_ROWS, ChainRows
 from engine.graphs.static_memory import StaticInputs
 from engine.medusa.architecture import MedusaArchitecture
+from engine.medusa.recorded import RecordedHeads
 from engine.messages import SamplingParams
 from engine.model.decoder import Decoder
 from engine.model.eagle_head import EagleHead
@@ -189,6 +190,20 @@ def test_recorded_choices_of_medusa_heads_are_the_eager_ones(
     ]
     tokens = compare(*endpoints, rows, bound=1e-6)
     assert [len(row) for row in tokens] == ks
+
+
+def test_medusa_heads_are_recorded_for_most_requests_first() -> None:
+    """So that the memory of later recordings fits into that of the first."""
+    with torch.inference_mode():
+        heads = random_heads(num_heads=2, hidden=16, vocab=11, generator=torch.Generator().manual_seed(3))
+    recorded: list[Any] = []
+
+    def capture(function: Any) -> Any:
+        recorded.append(function.args)
+        return function
+
+    RecordedHeads(heads, [1, 4, 2], capture)
+    assert recorded == [(4, 0), (4, 1), (2, 0), (2, 1), (1, 0), (1, 1)]
 
 
 def test_recorded_medusa_heads_compute_what_the_eager_ones_compute() -> None:

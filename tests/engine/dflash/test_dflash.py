@@ -23,6 +23,9 @@ from engine.dflash.load import load_dflash
 from engine.draft.messages import DraftRequestRow
 from engine.errors import ConfigError, EngineError
 from engine.messages import SamplingParams, Submit
+from engine.model.attention import ReferenceAttention
+from engine.model.attention_padded import PaddedAttention
+from engine.model.device import KernelKind
 from engine.sampling.row_sampling import RowSampling
 
 NUM_LAYERS = 8
@@ -133,6 +136,23 @@ def test_there_is_no_other_forward_than_that_of_a_block(targets: dict[str, Path]
     nothing = np.zeros(0, dtype=np.int32)
     with pytest.raises(EngineError, match="no forward over drafted tokens"):
         architecture.compute_drafted(ForwardInput(*[nothing] * 7), None)
+    with pytest.raises(EngineError, match="needs features for committed tokens"):
+        architecture.compute_committed(ForwardInput(*[nothing] * 7), None)
+
+
+@pytest.mark.parametrize(("kernel", "attention"), [("auto", PaddedAttention), ("reference", ReferenceAttention)])
+def test_plain_operators_attend_where_the_reference_is_asked_for(
+    targets: dict[str, Path], tmp_path: Path, kernel: KernelKind, attention: type
+) -> None:
+    _, target, folder = draft_for(targets, tmp_path, "authors, tied target")
+    assert type(load_dflash(folder, target, dtype=torch.float32, kernel=kernel)._attention[0]) is attention
+
+
+def test_a_target_that_scales_its_embeddings_is_refused(tmp_path: Path) -> None:
+    target = write_model(tmp_path / "target", "gemma3_text")
+    folder = write_block(make_block(target, layers=(0, 1)), tmp_path / "draft", "authors")
+    with pytest.raises(ConfigError, match="of a target that scales its embeddings is not supported"):
+        load_dflash(folder, target, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(("num_layers", "expected"), [(1, [18]), (3, [1, 17, 33]), (5, [1, 9, 17, 25, 33])])
