@@ -97,7 +97,7 @@ class Drafting:
     """Positions of committed tokens that get a KV slot in this step."""
     feature_rows: Sequence[int]
     """Per position in `uncomputed`, the row of the feature ring that it reads; empty without features."""
-    first_new_token: int = 0
+    first_new_token: int
     """Place of the request row's first new token among those of the whole draft request."""
     reason: KReason = "plan"
     token_ids: list[int] = field(default_factory=list)

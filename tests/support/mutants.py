@@ -43,6 +43,7 @@ EXTRA = {
     "engine/tree_paths.py": ("tests/gpu_offline/test_tree_attention.py", "tests/engine/model/test_trees.py"),
     "engine/lookup": ("tests/engine/proposals", "tests/test_exactness.py"),
     "engine/graphs": ("tests/gpu_offline",),
+    "engine/draft": ("tests/gpu_offline/test_draft_chain.py", "tests/gpu_offline/test_recorded_chain.py"),
     "engine/dflash": ("tests/engine/draft/test_public_parallel.py",),
     "engine/medusa": ("tests/gpu_offline/test_recorded_chain.py",),
     "engine/gguf": ("tests/engine/model/test_packed.py", "tests/engine/checkpoint"),

@@ -261,7 +261,10 @@ def test_the_log_finds_every_feature_that_is_still_there_and_no_other(seed: int,
         log.add(Features(features, q_lens), [span for span, _ in spans], [RowVerdict()] * len(spans))
         for request in requests:
             start = rng.randint(0, len(request.tokens))
-            for token, row_index in enumerate(log.rows(request.key, start, len(request.tokens) - start), start):
+            num_tokens = rng.randint(0, len(request.tokens) - start)
+            found = log.rows(request.key, start, num_tokens)
+            assert len(found) == num_tokens
+            for token, row_index in enumerate(found, start):
                 row = written.get((request.key, token - 1))
                 if row is None or row < now - capacity:
                     assert row_index == -1

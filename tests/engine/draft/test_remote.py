@@ -215,6 +215,19 @@ def test_when_the_draft_fails_all_run_without_it_and_the_next_one_receives_every
     assert link.is_closed
 
 
+def test_a_new_draft_is_asked_whatever_the_one_before_refused_or_had_not_heard() -> None:
+    setup, one, two = Setup(max_released=2), request(1, 2), request(2, 1)
+    ended = [request(key, 1) for key in (3, 4, 5)]
+    setup.draft(*(decode(each, 1) for each in ended))
+    setup.drafter.forget([each.key for each in ended])
+    setup.link.responses = [(DraftResponseRow(reason="memory"), DraftResponseRow(reason="options"))]
+    assert reasons(setup.draft(decode(one, 1), decode(two, 1))) == ["memory", "options"]
+    link = ScriptedLink()
+    setup.drafter.attach(link)
+    assert reasons(setup.draft(decode(one, 1), decode(two, 1))) == ["plan", "plan"]
+    assert link.asked[0][1] == ()
+
+
 def chunk(of: Request, start: int, num_tokens: int) -> Span:
     return Span(of, start, num_tokens, 0, start + num_tokens == len(of.tokens), "plan")
 

@@ -58,7 +58,7 @@ def test_a_gap_forbids_sharing_blocks() -> None:
 
 def drafting(k: int, exit_threshold: float = 0.0, sampling: RowSampling = GREEDY) -> Drafting:
     request_row = DraftRequestRow(1, 0, (1,), k, sampling, exit_threshold=exit_threshold)
-    return Drafting(0, request_row, sequence([1], 1), sampling, k, (), ())
+    return Drafting(0, request_row, sequence([1], 1), sampling, k, (), (), 0)
 
 
 def test_drafting_ends_at_k() -> None:
