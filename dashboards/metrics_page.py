@@ -52,6 +52,8 @@ def metrics_markdown(metrics: Sequence[Metric] = METRICS) -> str:
     for group, title in _TITLES.items():
         parts.append(f"\n## {title}\n")
         parts += [_entry(metric) for metric in metrics if metric.group == group and metric.alias_of is None]
+    parts.append("\n## Buckets\n\nUpper bounds of the histograms' buckets; a last one has everything above.\n")
+    parts += [_bounds(metrics, buckets) for buckets in dict.fromkeys(metric.buckets for metric in metrics) if buckets]
     parts.append("\n## Aliases\n\nThe same numbers under another server's names, so that boards made for it work.\n")
     parts += [f"- `{metric.name}` is `{metric.alias_of}`\n" for metric in metrics if metric.alias_of is not None]
     return "".join(parts)
@@ -63,3 +65,8 @@ def _entry(metric: Metric) -> str:
         values = f" ({', '.join(metric.values)})" if metric.values else ""
         facts.append(f"by `{metric.labels[0]}`{values}")
     return f"- **`{metric.name}`**, {', '.join(facts)}. {metric.help}\n  `{metric.query(window='5m')}`\n"
+
+
+def _bounds(metrics: Sequence[Metric], buckets: tuple[float, ...]) -> str:
+    names = ", ".join(f"`{metric.name}`" for metric in metrics if metric.buckets == buckets)
+    return f"- {names}: {', '.join(f'{bound:g}' for bound in buckets)}\n"

@@ -96,3 +96,20 @@ def test_memory_of_the_wrong_size_or_without_seals_is_refused() -> None:
     os.ftruncate(unsealed, 4096)
     with pytest.raises(ConfigError, match="sealed"):
         SharedMemory.adopt(unsealed, 4096)
+
+
+def memory_files() -> set[str]:
+    """Descriptors of shared memory that this process has open."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            if "memfd:paceline" in os.readlink(f"/proc/self/fd/{name}"):
+                found.add(name)
+    return found
+
+
+def test_memory_that_the_system_refuses_leaves_no_descriptor() -> None:
+    before = memory_files()
+    with pytest.raises((OSError, ValueError)):
+        SharedMemory.create(1 << 62)
+    assert memory_files() <= before
