@@ -24,6 +24,39 @@ def test_a_lookup_is_expected_to_do_what_its_kind_did() -> None:
     assert short("other", 20) == short("other", 50), "deep nodes count together"
 
 
+@pytest.mark.parametrize(
+    ("match_len", "is_shared", "by_depth"),
+    [
+        (2, False, [0.5, 0.65, 0.7, 0.7]),
+        (4, False, [0.6, 0.7, 0.75, 0.75]),
+        (7, False, [0.75, 0.8, 0.8, 0.8]),
+        (8, False, [0.85] * 4),
+        (8, True, [0.5, 0.65, 0.7, 0.7]),
+    ],
+)
+def test_before_any_observation_a_lookup_is_worth_more_the_longer_it_is(
+    match_len: int, is_shared: bool, by_depth: list[float]
+) -> None:
+    expected = SourceRates().of_lookup("greedy", match_len, is_shared=is_shared)
+    for role, share in (("alone", 1.0), ("first", 0.75), ("other", 0.25)):
+        found = [expected(role, depth) for depth in range(4)]  # type: ignore[arg-type]
+        assert found == pytest.approx([share * prior for prior in by_depth])
+
+
+def test_eight_depths_are_told_apart() -> None:
+    rates = SourceRates()
+    for _ in range(30):
+        rates.saw_model("greedy", 20, expected=0.8, accepted=False)
+        rates.saw_lookup("greedy", 2, "alone", 20, is_shared=False, accepted=False)
+    lookup = rates.of_lookup("greedy", 2, is_shared=False)
+    models = [rates.of_model("greedy", 0.8, 0, depth, drawn=False) for depth in (6, 7, 8, 99)]
+    lookups = [lookup("alone", depth) for depth in (6, 7, 8, 99)]
+    assert models[0] == pytest.approx(0.8)
+    assert lookups[0] == pytest.approx(0.7)
+    for found in (models, lookups):
+        assert found[1] == found[2] == found[3] < 0.2
+
+
 def test_the_first_observations_count_as_much_as_the_prior() -> None:
     rates = SourceRates()
     expected = rates.of_lookup("greedy", 2, is_shared=False)
