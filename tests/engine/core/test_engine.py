@@ -245,6 +245,25 @@ def test_a_request_that_arrives_while_the_engine_fails_is_ended_as_well() -> Non
     assert engine.pool.num_free == engine.pool.num_blocks - 1
 
 
+def test_the_statistics_name_an_aborted_request_once() -> None:
+    pacer = FixedPacer(0)
+    engine = ToyEngine(ToyModel(vocab_size=VOCAB), NoDrafter(), pacer)
+    for name in ("aborted", "other"):
+        engine.engine.submit(Submit(request_id=name, prompt=(1,), sampling=SamplingParams(max_tokens=9)))
+    engine.step()
+    engine.engine.abort("aborted")
+    for _ in range(3):
+        engine.step()
+    assert [stats.ended for stats in pacer.stats] == [(), (1,), (), ()]
+
+
+def test_a_turn_of_the_loop_is_counted_without_work_too() -> None:
+    engine, stop = ToyEngine(ToyModel(vocab_size=VOCAB), NoDrafter(), FixedPacer(0)).engine, threading.Event()
+    engine.call(stop.set)
+    engine.run(stop)
+    assert engine.num_turns == 1
+
+
 def test_contradicting_limits_are_refused() -> None:
     target = ToyModel(vocab_size=VOCAB)
     with pytest.raises(ConfigError, match="max_step_tokens"):
