@@ -137,6 +137,20 @@ def test_evictions_are_counted_and_the_oldest_goes_first() -> None:
     assert pool.attach_prefix(Owner(11, [7, 0])) == 1
 
 
+def test_blocks_without_cached_content_are_taken_before_those_with_it() -> None:
+    pool = BlockPool(3, 1, prefix_cache=True)
+    cached, other = Owner(0, [5, 0]), Owner(1, [6, 0])
+    for owner in (cached, other):
+        assert pool.reserve(owner, 1)
+        owner.num_computed = 1
+        if owner is cached:
+            pool.register(owner)
+        pool.release(owner)
+    assert pool.reserve(Owner(2, [7, 0]), 1)
+    assert pool.num_evicted == 0
+    assert pool.attach_prefix(Owner(3, [5, 0])) == 1
+
+
 def test_a_pool_without_blocks_is_refused() -> None:
     with pytest.raises(ConfigError, match="num_blocks"):
         BlockPool(1, 4, prefix_cache=True)

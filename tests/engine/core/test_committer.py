@@ -66,6 +66,14 @@ def test_accepted_tokens_and_the_target_s_own_are_appended() -> None:
     assert len(commits.request.block_ids) == 3
 
 
+def test_blocks_of_a_prompt_are_cached_while_the_rest_of_it_is_computed() -> None:
+    commits = Commits()
+    assert commits.commit(RowVerdict(), drafted=(), num_tokens=2) is None
+    assert commits.request.num_computed == 2
+    submit = Submit(request_id="s", prompt=(1, 2, 9), sampling=SamplingParams())
+    assert commits.pool.attach_prefix(Request(submit=submit, key=2, stream_key=0, tokens=[1, 2, 9])) == 2
+
+
 def test_a_rejected_draft_gives_its_blocks_back() -> None:
     commits = Commits()
     delta = commits.commit(RowVerdict((5,), 0, "recovered"))

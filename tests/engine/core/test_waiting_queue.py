@@ -106,6 +106,17 @@ def test_preempted_requests_go_first_and_anything_can_be_taken_out() -> None:
         queue.pop()
 
 
+def test_a_client_who_takes_its_only_request_back_is_not_charged_for_it() -> None:
+    queue = WaitingQueue()
+    aborted = make("aborted", client="a")
+    queue.add(aborted)
+    queue.discard(aborted)
+    assert (len(queue), queue.peek()) == (0, None)
+    for client in ("a", "b"):
+        queue.add(make(client, client=client))
+    assert drain(queue) == ["a", "b"], "equal charges are served in the order of arrival"
+
+
 @pytest.mark.parametrize(("first", "second"), [("long", "prompt"), ("prompt", "long")])
 def test_a_long_response_is_charged_as_one_of_256_tokens(first: str, second: str) -> None:
     """10 + 256 and 265 + 1 tokens: equal charges are served in the order of arrival."""
