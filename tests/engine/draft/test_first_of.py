@@ -21,6 +21,7 @@ class RecordingDrafter:
         self.asked: list[tuple[int, ...]] = []
         self.asked_ks: list[tuple[int, ...]] = []
         self.forgotten: list[int] = []
+        self.committed_steps: list[tuple[Batch, Verdict]] = []
         self._token = token
         self._only = only
 
@@ -34,7 +35,7 @@ class RecordingDrafter:
         return Draft(tuple(rows), draft_s=1.0)
 
     def committed(self, batch: Batch, verdict: Verdict) -> None:
-        return None
+        self.committed_steps.append((batch, verdict))
 
     def forget(self, keys: Sequence[int]) -> None:
         self.forgotten += keys
@@ -71,9 +72,12 @@ def test_the_rest_sees_the_whole_batch_when_the_first_finds_nothing() -> None:
     assert [row.source for row in draft.rows] == ["method", "method"]
 
 
-def test_both_forget_a_request() -> None:
+def test_both_learn_of_a_step_and_forget_a_request() -> None:
     first, rest = RecordingDrafter(), RecordingDrafter()
-    FirstOf(first, rest, source="lookup").forget((3, 4))
+    both, step = FirstOf(first, rest, source="lookup"), (batch_of(1), Verdict(()))
+    both.committed(*step)
+    assert first.committed_steps == rest.committed_steps == [step]
+    both.forget((3, 4))
     assert first.forgotten == rest.forgotten == [3, 4]
 
 

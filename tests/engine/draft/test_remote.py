@@ -262,6 +262,9 @@ def test_a_pressing_prompt_is_sent_up_to_its_last_features() -> None:
     assert reasons(draft) == ["plan"], "the reason of a span that asked for nothing stays"
     setup.draft(chunk(one, 8, 4))
     assert len(setup.link.asked) == 1, "they have been read"
+    computed(setup, chunk(one, 8, 4))
+    setup.draft(chunk(one, 12, 4))
+    assert len(setup.link.asked) == 1, "of the rows that have not been read, the ring holds all for two more steps"
 
 
 def test_a_pressing_prompt_that_does_not_fit_is_sent_over_several_steps() -> None:

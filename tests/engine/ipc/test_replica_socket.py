@@ -110,6 +110,16 @@ def test_nonsense_ends_the_connection(served: Served) -> None:
         assert replica.recv(1) == b""
 
 
+def test_close_ends_both_threads_though_no_replica_has_connected() -> None:
+    before = set(threading.enumerate())
+    made = Served()
+    started = set(threading.enumerate()) - before
+    assert len(started) == 2
+    made.socket.close()
+    assert eventually(lambda: not any(thread.is_alive() for thread in started), 10)
+    assert not made.abandoned.is_set()
+
+
 def test_close_sends_what_is_queued_first(served: Served) -> None:
     event = DraftStatus(up=True, reason="x" * 1_000_000)
     with connect(served) as replica:

@@ -108,6 +108,17 @@ def memory_files() -> set[str]:
     return found
 
 
+def test_closed_memory_gives_its_descriptor_back_and_views_stay_valid() -> None:
+    memory = SharedMemory.create(4096)
+    view = memoryview(memory.buffer)
+    opened = memory_files()
+    memory.close()
+    memory.close()
+    assert len(opened - memory_files()) == 1, "the mapping may have one of its own"
+    view[0] = 7
+    assert view[0] == 7
+
+
 def test_memory_that_the_system_refuses_leaves_no_descriptor() -> None:
     before = memory_files()
     with pytest.raises((OSError, ValueError)):
