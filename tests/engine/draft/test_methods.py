@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from fakes import ToyModel, toy_drafter
 
 from engine.config import Method, SpeculativeConfig
 from engine.core.drafter import NoDrafter
 from engine.core.request import Request
-from engine.core.step import Batch, Draft, DraftRow, Span
+from engine.core.step import Batch, Draft, DraftRow, Span, Verdict
 from engine.draft.adversarial import WrongDrafter
 from engine.draft.methods import _method, make_drafter
 from engine.lookup.ngram import NgramDrafter
@@ -71,12 +73,29 @@ def test_wrong_drafts_wrap_the_method() -> None:
 
 
 class TwoRows(NoDrafter):
-    """Drafts fixed tokens for the first span and none for the second."""
+    """Drafts fixed tokens for the first span and none for the second; keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
 
     def draft(self, batch: Batch) -> Draft:
         return Draft(
             (DraftRow(token_ids=(0, VOCAB - 1), confidences=(0.5, 0.5)), DraftRow(reason="memory")), draft_s=2.0
         )
+
+    def committed(self, batch: Batch, verdict: Verdict) -> None:
+        self.told.append((batch, verdict))
+
+    def forget(self, keys: Sequence[int]) -> None:
+        self.told.append(keys)
+
+
+def test_an_adversarial_drafter_passes_on_what_it_is_told() -> None:
+    inner, step = TwoRows(), (Batch(1, (), 0), Verdict(()))
+    drafter = WrongDrafter(inner, VOCAB)
+    drafter.committed(*step)
+    drafter.forget((3,))
+    assert inner.told == [step, (3,)]
 
 
 @pytest.mark.parametrize("vocab_size", [VOCAB, 2])

@@ -100,6 +100,7 @@ def test_the_longest_sequence_is_accepted_and_one_token_more_is_not(k: int, fits
     (response,) = draft.propose(row(1, 0, [1, 2, 3, 4, 5], k))  # the last drafted token needs no slot
     assert response.reason == ("plan" if fits else "memory")
     assert len(response.token_ids) == (k if fits else 0)
+    assert draft.pool.num_free == (39 - 3 if fits else 39), "ten slots, or none"
 
 
 def test_a_full_pool_refuses_one_request_and_serves_the_next_after_a_release() -> None:
@@ -118,6 +119,7 @@ def test_a_restarted_request_forgets_its_earlier_text() -> None:
     draft.propose(row(1, 0, [1, 2, 3], 4))
     (response,) = draft.propose(row(1, 0, [5, 6], 3))
     assert response.token_ids == draft.greedy([5, 6], 3)
+    assert draft.pool.num_free == 39 - 1, "four slots"
 
 
 def test_drafting_stops_below_the_exit_threshold() -> None:
@@ -147,6 +149,7 @@ def test_without_a_tokenizer_a_grammar_is_refused_and_the_others_are_served() ->
     options = TokenOptions(num_prompt=1, grammar=GrammarSpec(kind="regex", text="a+"))
     refused, served = draft.propose(row(1, 0, [1], 2, options=options), row(2, 0, [1], 2))
     assert refused == DraftResponseRow(reason="options")
+    assert draft.pool.num_free == 39 - 1, "two slots of the request that is served"
     assert served.token_ids == draft.greedy([1], 2)
 
 
