@@ -114,6 +114,15 @@ def test_a_full_pool_refuses_one_request_and_serves_the_next_after_a_release() -
     assert draft.pool.num_free == free
 
 
+def test_a_request_that_outgrows_the_pool_leaves_its_blocks_to_others() -> None:
+    draft = Draft(num_blocks=4)
+    free = draft.pool.num_free
+    assert draft.propose(row(1, 0, [1] * 5, 1))[0].reason == "plan"
+    assert draft.pool.num_free == free - 2
+    assert draft.propose(row(1, 5, [1] * 8, 1))[0].reason == "memory"
+    assert draft.pool.num_free == free
+
+
 def test_a_restarted_request_forgets_its_earlier_text() -> None:
     draft = Draft()
     draft.propose(row(1, 0, [1, 2, 3], 4))
