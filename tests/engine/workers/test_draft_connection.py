@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from engine.draft.messages import DraftInfo
-from engine.draft.remote import RemoteDrafter
+from engine.draft.messages import DraftInfo, DraftRequest, DraftRequestRow, DraftResponseRow
+from engine.draft.remote import DraftLink, RemoteDrafter
 from engine.draft_buffer.layout import BufferSpec
-from engine.errors import ConfigError, EngineError
+from engine.draft_buffer.target_endpoint import BufferHandle, DraftEndpoint, open_draft_buffer
+from engine.errors import ConfigError, DraftDown, EngineError, EngineUnavailable
 from engine.ipc.wire import DraftStatus
+from engine.sampling.row_sampling import RowSampling
 from engine.workers.draft_connection import DraftConnection, FeatureShape
 
 
@@ -38,12 +42,28 @@ def reports() -> list[DraftStatus]:
     return []
 
 
+class Noted(RemoteDrafter):
+    """Notes the vocabularies that it is given, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__(max_request_tokens=8, max_released=2, deadline_s=1.0, on_down=lambda _: None)
+        self.vocabs: list[list[int] | None] = []
+
+    def set_vocab(self, vocab: torch.Tensor | None) -> None:
+        self.vocabs.append(None if vocab is None else vocab.tolist())
+        super().set_vocab(vocab)
+
+
 @pytest.fixture
-def connect(reports: list[DraftStatus]) -> Iterator[Callable[[FeatureShape], DraftConnection]]:
+def drafter() -> Noted:
+    return Noted()
+
+
+@pytest.fixture
+def connect(reports: list[DraftStatus], drafter: Noted) -> Iterator[Callable[[FeatureShape], DraftConnection]]:
     made: list[DraftConnection] = []
 
     def connected(features: FeatureShape) -> DraftConnection:
-        drafter = RemoteDrafter(max_request_tokens=8, max_released=2, deadline_s=1.0, on_down=lambda _: None)
         connection = DraftConnection(
             drafter,
             max_rows=4,
@@ -104,3 +124,70 @@ def test_nothing_is_attached_before_a_buffer_is_made(connect: Connect, reports: 
     with pytest.raises(EngineError, match="no draft buffer has been made for this draft"):
         connect(NONE).attach(1.0, None)
     assert reports == []
+
+
+def test_the_drafter_gets_the_vocabulary_of_each_draft(connect: Connect, drafter: Noted) -> None:
+    connection = connect(NONE)
+    connection.open(DraftInfo(3, (7, 0, 4)), epoch=1)
+    connection.open(DraftInfo(50, None), epoch=2)
+    assert drafter.vocabs == [[7, 0, 4], None]
+
+
+def opened(handle: BufferHandle) -> contextlib.closing[DraftEndpoint]:
+    """The draft's endpoint, open during the block."""
+    return contextlib.closing(open_draft_buffer(handle, node_id="node", gpu_uuid=None))
+
+
+def test_a_closed_connection_drafts_no_more(connect: Connect, drafter: Noted) -> None:
+    connection = connect(NONE)
+    with opened(connection.open(DraftInfo(50, None), epoch=1)):
+        connection.attach(5.0, None)
+        assert drafter.is_up
+        connection.close()
+        assert not drafter.is_up
+
+
+def test_a_buffer_without_a_draft_is_closed_with_its_connection(connect: Connect) -> None:
+    connection = connect(NONE)
+    handle = connection.open(DraftInfo(50, None), epoch=1)
+    connection.close()
+    with pytest.raises(EngineUnavailable):
+        opened(handle)
+
+
+@pytest.mark.parametrize(("width", "feature_rows"), [(0, ()), (6, (0, 0, 0))])
+def test_the_first_draft_reads_no_features_but_the_first_row(
+    connect: Connect, reports: list[DraftStatus], drafter: Noted, width: int, feature_rows: tuple[int, ...]
+) -> None:
+    connection = connect(FeatureShape(width, 4, 10))
+    asked: list[DraftRequest | None] = []
+
+    def respond() -> None:
+        asked.append(draft.wait(10))
+        draft.respond([DraftResponseRow()], draft_s=0.0)
+
+    def first(link: DraftLink) -> None:
+        assert not drafter.is_up
+        row = DraftRequestRow(1, 0, (1, 2, 3), 2, RowSampling(0.0, 1.0, 1, 1, False))
+        assert link.ask([row], deadline_s=10.0).rows == (DraftResponseRow(),)
+
+    with opened(connection.open(DraftInfo(50, None, feature_width=width), epoch=1)) as draft:
+        thread = threading.Thread(target=respond)
+        thread.start()
+        connection.attach(5.0, first)
+        thread.join()
+    assert asked[0] is not None
+    assert asked[0].rows[0].feature_rows == feature_rows
+    assert (reports, drafter.is_up) == ([DraftStatus(up=True, reason="")], True)
+
+
+def test_a_draft_that_fails_at_once_is_reported_and_not_attached(
+    connect: Connect, reports: list[DraftStatus], drafter: Noted
+) -> None:
+    def first(link: DraftLink) -> None:
+        raise DraftDown("too slow")
+
+    connection = connect(NONE)
+    with opened(connection.open(DraftInfo(50, None), epoch=1)):
+        connection.attach(5.0, first)
+    assert (reports, drafter.is_up) == ([DraftStatus(up=False, reason="too slow")], False)
