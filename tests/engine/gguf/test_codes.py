@@ -7,7 +7,7 @@ import pytest
 from gguf.quants import dequantize
 from gguf_models import random_rows
 
-from engine.gguf.codes import SPLITTERS, Codes, split_blocks, stacked
+from engine.gguf.codes import SPLITTERS, Codes, bytes_per_weight, split_blocks, stacked
 
 KINDS = pytest.mark.parametrize("kind", SPLITTERS, ids=lambda kind: kind.name)
 
@@ -51,3 +51,18 @@ def test_rows_of_one_type_keep_its_form() -> None:
     assert (again.bits, again.offset, again.block, again.is_half) == (4, -8, 32, True)
     assert again.minimums is None
     assert np.array_equal(again.values(), whole.values())
+
+
+def test_what_a_weight_takes_in_memory() -> None:
+    """Codes of four or eight bits; one or two float16 per block of 32; two float32 in the super-blocks of Q4_K and
+    Q5_K, and one per 16 weights in those of Q6_K."""
+    assert {kind.name: bytes_per_weight(kind) for kind in SPLITTERS} == {
+        "Q4_0": 0.5 + 2 / 32,
+        "Q4_1": 0.5 + 4 / 32,
+        "Q5_0": 1 + 2 / 32,
+        "Q5_1": 1 + 4 / 32,
+        "Q8_0": 1 + 2 / 32,
+        "Q4_K": 0.5 + 8 / 32,
+        "Q5_K": 1 + 8 / 32,
+        "Q6_K": 1 + 4 / 16,
+    }

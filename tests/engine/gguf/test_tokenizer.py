@@ -44,6 +44,7 @@ def written(
     scores: list[float] | None = None,
     eos: int = 0,
     add_bos: bool | None = None,
+    add_eos: bool | None = None,
     template: str | None = None,
 ) -> Path:
     writer = GGUFWriter(path, "llama")
@@ -61,6 +62,8 @@ def written(
     writer.add_eos_token_id(eos)
     if add_bos is not None:
         writer.add_add_bos_token(add_bos)
+    if add_eos is not None:
+        writer.add_add_eos_token(add_eos)
     if template is not None:
         writer.add_chat_template(template)
     writer.write_header_to_file()
@@ -113,6 +116,12 @@ def test_the_file_says_whether_a_text_begins_with_bos(tmp_path: Path) -> None:
     for number, (given, expected) in enumerate(((None, True), (True, True), (False, False))):
         source = sentencepiece(tmp_path / f"{number}.gguf", add_bos=given)
         assert (ours(source, tmp_path / f"out{number}")("ab")["input_ids"][0] == 1) is expected
+
+
+def test_the_file_says_whether_a_text_ends_with_eos(tmp_path: Path) -> None:
+    for number, (given, expected) in enumerate(((None, False), (True, True), (False, False))):
+        source = sentencepiece(tmp_path / f"{number}.gguf", add_eos=given)
+        assert (ours(source, tmp_path / f"out{number}")("ab")["input_ids"][-1] == 2) is expected
 
 
 def test_a_template_is_kept_and_may_be_missing(tmp_path: Path) -> None:

@@ -126,6 +126,16 @@ def test_nothing_is_attached_before_a_buffer_is_made(connect: Connect, reports: 
     assert reports == []
 
 
+def test_a_draft_that_does_not_open_its_buffer_in_time_is_not_attached(
+    connect: Connect, reports: list[DraftStatus], drafter: Noted
+) -> None:
+    connection = connect(NONE)
+    connection.open(DraftInfo(50, None), epoch=1)
+    with pytest.raises(DraftDown, match=r"has not connected within 0\.01 s"):
+        connection.attach(0.01, None)
+    assert (reports, drafter.is_up) == ([], False)
+
+
 def test_the_drafter_gets_the_vocabulary_of_each_draft(connect: Connect, drafter: Noted) -> None:
     connection = connect(NONE)
     connection.open(DraftInfo(3, (7, 0, 4)), epoch=1)
