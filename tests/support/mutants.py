@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,8 @@ class Record:
     """Functions of the project that each test calls, as `file:line`."""
     modules: list[str]
     """Modules from outside the project that the tests import."""
+    shared_seconds: dict[str, float] = field(default_factory=dict)
+    """CPU seconds of the fixtures that the tests of a file share, as `Recorder` has them."""
 
 
 @dataclass(frozen=True)
@@ -313,13 +315,18 @@ def _run_here(tree: Path, tests: Sequence[str], record: Record | None) -> int:
     import pytest
 
     recorder = Recorder(str(tree))
-    plugin = recorder if record is None else Bound(record.seconds)
+    plugin = recorder if record is None else Bound(record.seconds, record.shared_seconds)
     quiet = ["-p", "no:cacheprovider", "-x", "-q", "--no-header", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
     status = pytest.main([*quiet, "-m", "not slow and not gpu and not ray", *tests], plugins=[plugin])
     if record is None:
         modules = [name for name in sys.modules if name.split(".")[0] not in (*PACKAGES, "__main__")]
         outside = [name for name in modules if _is_outside(name, tree)]
-        report = {"seconds": recorder.seconds, "calls": recorder.calls(), "modules": outside}
+        report = {
+            "seconds": recorder.seconds,
+            "calls": recorder.calls(),
+            "modules": outside,
+            "shared_seconds": recorder.shared_seconds,
+        }
         Path("mutants.json").write_text(json.dumps(report))
     return int(status)
 

@@ -27,6 +27,8 @@ class Recorder:
 
     def __init__(self, folder: str) -> None:
         self.seconds: dict[str, float] = {}
+        self.shared_seconds: dict[str, float] = {}
+        """CPU seconds of the fixtures that the tests of a file share, by file; of all files under an empty name."""
         self._folder = folder
         self._by_test: dict[str, set[CodeType]] = {}
         self._by_file: dict[str, set[CodeType]] = {}
@@ -47,13 +49,16 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> Generator[None, Any, Any]:
-        before = self._called
-        if fixturedef.scope != "function":
-            self._called = self._by_file.setdefault(request.node.nodeid.partition("::")[0], set())
+        if fixturedef.scope == "function":
+            return (yield)
+        before, file = self._called, request.node.nodeid.partition("::")[0]
+        begin = time.process_time()
+        self._called = self._by_file.setdefault(file, set())
         try:
             return (yield)
         finally:
             self._called = before
+            self.shared_seconds[file] = self.shared_seconds.get(file, 0.0) + time.process_time() - begin
 
     def calls(self) -> dict[str, list[str]]:
         """For each test the functions that it calls, as `file:line`."""
@@ -75,14 +80,17 @@ class Bound:
 
     Args:
         seconds: usual CPU seconds of each test.
+        shared_seconds: of the fixtures that tests share, which the first of them pays for; see `Recorder`.
     """
 
-    def __init__(self, seconds: dict[str, float]) -> None:
+    def __init__(self, seconds: dict[str, float], shared_seconds: dict[str, float]) -> None:
         self._seconds = seconds
+        self._shared_seconds = shared_seconds
         self._set(10.0)  # for the imports and the collection
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._set(self._seconds.get(nodeid, 0.0))
+        shared_s = sum(self._shared_seconds.get(name, 0.0) for name in ("", nodeid.partition("::")[0]))
+        self._set(self._seconds.get(nodeid, 0.0) + shared_s)
 
     def _set(self, usual_s: float) -> None:
         signal.setitimer(signal.ITIMER_PROF, 2 + 5 * usual_s)

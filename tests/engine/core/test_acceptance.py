@@ -109,14 +109,11 @@ def test_a_second_sibling_is_accepted_as_often_as_what_is_left_of_p_over_what_is
     """The first one is always rejected. Then p is (0, 0.45, 0.35, 0) / 0.8 and q is (0, 0.15, 0.05, 0) / 0.2."""
     logits = torch.tensor([[0.0, 0.6, 0.4, 0.0], *[[0.25] * 4] * 2]).log()
     row = DraftRow((0, 1), torch.tensor([[0.8, 0.15, 0.05, 0.0]] * 2), parents=(-1, -1))
-    num_accepted = 0
-    for key in range(60):
-        span = make_span(2, SamplingParams(), stream_key=key)
-        (verdict,) = accept_or_reject(logits.clone(), [span], Draft((row,)), acceptance=acceptance)
-        number = uniform(stream_seed(key, POSITION + (1 << 32), Purpose.ACCEPT, 1))
-        assert verdict.path == ((1,) if number < 0.5625 / 0.75 else ()), key
-        num_accepted += verdict.num_accepted
-    assert 30 < num_accepted < 60, "the draws of these streams are fixed"
+    spans = [make_span(2, SamplingParams(), stream_key=key) for key in range(60)]
+    verdicts = accept_or_reject(logits.repeat(60, 1), spans, Draft((row,) * 60), acceptance=acceptance)
+    numbers = [uniform(stream_seed(key, POSITION + (1 << 32), Purpose.ACCEPT, 1)) for key in range(60)]
+    assert [verdict.path for verdict in verdicts] == [(1,) if number < 0.5625 / 0.75 else () for number in numbers]
+    assert 30 < sum(verdict.num_accepted for verdict in verdicts) < 60, "the draws of these streams are fixed"
 
 
 def test_the_draft_s_columns_stand_for_the_tokens_of_its_vocabulary() -> None:

@@ -41,6 +41,11 @@ def test_the_token_that_reaches_top_p_exactly_is_the_last_one_kept(top_p: float,
     assert cut(HALVES, top_p=top_p)[0] == pytest.approx(expected, abs=1e-7)
 
 
+def test_without_top_p_tokens_beyond_the_precision_of_a_sum_are_kept() -> None:
+    """The first token has all of the float32 mass."""
+    assert cut(torch.tensor([[30.0, 0.0]]))[0] == pytest.approx([1.0, math.exp(-30)], rel=1e-5)
+
+
 @pytest.mark.parametrize("num_tokens", [100, 2000])
 def test_a_row_whose_mass_never_reaches_top_p_keeps_every_token(num_tokens: int) -> None:
     """Rounding leaves some rows of float32 probabilities with a sum below top_p. Their neighbours are not affected."""

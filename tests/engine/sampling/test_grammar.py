@@ -149,6 +149,12 @@ def test_a_refusal_names_the_field_or_the_kind(field: str | None, start: str) ->
     assert str(caught.value).startswith(start)
 
 
+@pytest.mark.parametrize(("kind", "text"), [("regex", "(a{40}){40}"), ("ebnf", 'root ::= ("a"{40}){40}')])
+def test_repetitions_inside_repetitions_are_bounded(kind: Any, text: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{kind}: repetitions inside repetitions allow 1600 in total; at most"):
+        validate_grammar(GrammarSpec(kind=kind, text=text))
+
+
 def test_a_refusal_is_one_line_without_the_compiler_s_source_location() -> None:
     for kind, text in (("ebnf", "root ::= missing"), ("regex", "(")):
         with pytest.raises(InvalidRequest) as caught:

@@ -85,6 +85,19 @@ def test_a_text_of_a_pattern_is_json(pattern: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("type_name", "name"),
+    [
+        *(("string", "minLength"), ("string", "maxLength"), ("array", "minItems"), ("array", "maxItems")),
+        *(("object", "minProperties"), ("object", "maxProperties")),
+    ],
+)
+def test_a_count_below_zero_is_refused(type_name: str, name: str) -> None:
+    problem = f"$.{name}: -1 given, 0 or more is allowed"
+    assert problem in list(schema_problems({"type": type_name, name: -1}))
+    assert problem.replace("-1", "0") not in list(schema_problems({"type": type_name, name: 0}))
+
+
+@pytest.mark.parametrize(
     ("schema", "problem"),
     [
         ({"type": "integer", "multipleOf": 1025}, "$.multipleOf: 1025 given, allowed are whole numbers from 1 to 1024"),
