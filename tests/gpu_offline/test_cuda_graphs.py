@@ -30,6 +30,7 @@ from engine.core.step import Draft, DraftRow, ForwardInput
 from engine.draft.architectures import EagleArchitecture
 from engine.graphs.buckets import SIZES, Bucket, find_bucket, make_buckets, row_sizes
 from engine.graphs.forward import GraphedForward
+from engine.graphs.static_memory import fill_spans
 from engine.messages import SamplingParams
 from engine.model.attention_varlen import VarlenAttention
 from engine.model.decoder import Decoder
@@ -171,6 +172,11 @@ def test_drafted_tokens_of_a_recorded_eagle_draft_are_those_of_the_eager_one(tmp
             assert (found - expected).abs().max() < 1e-4
         hidden = [each.previous_hidden for each in outputs]
     assert capture.num_replays == 4
+    spans = [SpanRows((0,), 0, [1 + i], 1, (1,), places=(i,)) for i in range(5)]
+    plan, before = pack_spans(spans, CUDA_PAGE, torch.arange(5)), torch.randn(5, size, generator=generator)
+    expected, found = (each.compute_drafted(plan, before).logits for each in (eager, recorded))
+    assert torch.equal(found, expected)
+    assert capture.num_replays == 4, "no recording holds five rows"
 
 
 @pytest.mark.parametrize("target", ["llama-8b", "qwen3-8b", "llama-70b tp 4"])
@@ -228,5 +234,25 @@ def test_a_replay_uploads_once(fused: bool) -> None:
         assert recorder.num_reads == 0
 
 
+def test_padding_is_in_the_scratch_block_and_each_padding_span_has_one_row() -> None:
+    shapes = dict.fromkeys(("token_ids", "positions", "slots", "places", "cu_q", "cu_kv"), (4,))
+    arrays = {name: np.full(shape, 99) for name, shape in (shapes | {"kv_lens": (3,), "block_tables": (3, 2)}).items()}
+    forward_input = pack_spans([SpanRows([7, 8], CUDA_PAGE + 3, [5, 2], 2)], CUDA_PAGE)
+    fill_spans(arrays, forward_input, Bucket(4, 3, 2))
+    first = 2 * CUDA_PAGE + 3
+    assert {name: array.tolist() for name, array in arrays.items()} == {
+        "token_ids": [7, 8, 0, 0],
+        "positions": [CUDA_PAGE + 3, CUDA_PAGE + 4, 0, 0],
+        "slots": [first, first + 1, 0, 0],
+        "places": [-1] * 4,
+        "kv_lens": [CUDA_PAGE + 5, 1, 1],
+        "cu_q": [0, 2, 3, 4],
+        "cu_kv": [0, CUDA_PAGE + 5, CUDA_PAGE + 6, CUDA_PAGE + 7],
+        "block_tables": [[5, 2], [0, 0], [0, 0]],
+    }
+
+
 def test_padding_is_never_dear() -> None:
+    sizes = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
+    assert list(row_sizes(make_buckets(max_requests=512, max_k=0))) == sizes
     assert np.max(np.array(SIZES[2:]) / np.array(SIZES[1:-1])) <= 1.5

@@ -23,6 +23,7 @@ from engine.draft.architectures import PlainArchitecture
 from engine.draft.messages import DraftRequestRow
 from engine.draft.proposer import Proposer
 from engine.messages import SamplingParams, Submit
+from engine.sampling.penalties import TokenOptions
 from engine.sampling.row_sampling import RowSampling
 
 VOCAB, MAX_K = 7, 6
@@ -74,6 +75,16 @@ def test_the_chain_drafts_what_the_loop_drafts(histories: list[Any]) -> None:
             _, _, num_accepted, token = histories[key][1][turn]
             texts[key] += [*other.token_ids[:num_accepted], token]
         assert chain.num_reads <= turn + 1
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_bias_counts_at_every_drafted_position(on_device: bool) -> None:
+    endpoint = endpoint_of(on_device=on_device)
+    options = TokenOptions(num_prompt=2, logit_bias=((2, 90.0),))
+    row = DraftRequestRow(1, 0, (1, 0), MAX_K, SAMPLINGS[0], options)
+    (found,) = endpoint.ask([row], deadline_s=1.0).rows
+    drafted = endpoint.drafted(1).token_ids[0, : found.num_on_device].tolist() if on_device else list(found.token_ids)
+    assert drafted == [2] * MAX_K
 
 
 def run(drafter: Drafter, submits: list[Submit], *, featured: bool = False, k: int | None = None) -> Any:

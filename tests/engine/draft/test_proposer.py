@@ -103,6 +103,12 @@ def test_the_longest_sequence_is_accepted_and_one_token_more_is_not(k: int, fits
     assert draft.pool.num_free == (39 - 3 if fits else 39), "ten slots, or none"
 
 
+def test_a_block_of_four_slots_is_enough_for_four_tokens_and_one_drafted_after_them() -> None:
+    draft = Draft(num_blocks=2)
+    (response,) = draft.propose(row(1, 0, [1, 2, 3, 4], 1))
+    assert response.token_ids == draft.greedy([1, 2, 3, 4], 1)
+
+
 def test_a_full_pool_refuses_one_request_and_serves_the_next_after_a_release() -> None:
     draft = Draft(num_blocks=4)  # one scratch block and three others
     free = draft.pool.num_free
