@@ -9,13 +9,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from fakes import ToyModel
+from fakes import ToyModel, toy_grammars
+from reference import Spelling
 
 from engine.core.block_pool import BlockPool
 from engine.draft.architectures import PlainArchitecture
 from engine.draft.messages import DraftRequestRow, DraftResponseRow
 from engine.draft.proposer import Proposer
 from engine.draft.tree_search import MAX_DEPTH, max_computed, max_levels, num_children
+from engine.messages import GrammarSpec
 from engine.sampling.distribution import warp
 from engine.sampling.penalties import TokenOptions
 from engine.sampling.row_sampling import RowSampling
@@ -177,3 +179,18 @@ def test_a_draft_keeps_to_its_nodes_levels_and_slots(k: int, width: int) -> None
     assert len(response.token_ids) == k
     assert sum(used[1:]) <= max_computed(k, width)
     assert len(used) <= max_levels(k, width)
+
+
+def test_a_tree_has_the_texts_of_its_grammar_and_ends_where_they_do() -> None:
+    """The draft has no column for the stop token, so that after a complete text no column is allowed."""
+    grammars = toy_grammars(Spelling(of_token=("a", "b", "c", "d", "", ""), end_ids=(5,)))
+    grammar = GrammarSpec(kind="regex", text="ab|ac|bd")
+    while grammars.poll(grammar) is None:
+        pass
+    model = ToyModel(vocab_size=VOCAB, columns=4, num_blocks=60, block_size=BLOCK)
+    pool = BlockPool(60, BLOCK, prefix_cache=True)
+    proposer = Proposer(PlainArchitecture(model.forward), pool, vocab=None, max_model_len=100, grammars=grammars)
+    options = TokenOptions(num_prompt=3, grammar=grammar, stop_token_ids=(5,))
+    row = DraftRequestRow(1, 0, TEXT, 12, GREEDY, options, width=3)
+    (response,) = proposer.propose([row], [], torch.zeros(1, MAX_K, 4))
+    assert sorted(paths_of(response)) == [(0,), (0, 1), (0, 2), (1,), (1, 3)]
