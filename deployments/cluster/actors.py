@@ -91,6 +91,10 @@ class ShardActor(ProcessMixin):
         """See `TargetShard.load`."""
         return self._shard.load(rendezvous_port)
 
+    def measure(self) -> int:
+        """See `TargetShard.measure`."""
+        return self._shard.measure()
+
     def allocate(self, num_blocks: int, max_model_len: int) -> None:
         """See `TargetShard.allocate`."""
         self._shard.allocate(num_blocks, max_model_len)

@@ -55,6 +55,10 @@ class ActorShard:
         ready: ShardReady = await self._handle.load.remote(rendezvous_port)
         return ready
 
+    async def measure(self) -> int:
+        num_blocks: int = await self._handle.measure.remote()
+        return num_blocks
+
     async def allocate(self, num_blocks: int, max_model_len: int) -> None:
         await self._handle.allocate.remote(num_blocks, max_model_len)
 

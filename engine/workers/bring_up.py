@@ -24,6 +24,8 @@ class ShardCalls(Protocol):
 
     async def load(self, rendezvous_port: int | None) -> ShardReady: ...
 
+    async def measure(self) -> int: ...
+
     async def allocate(self, num_blocks: int, max_model_len: int) -> None: ...
 
     async def forward_handle(self, rank: int) -> ForwardHandle: ...
@@ -48,7 +50,7 @@ async def bring_up(shards: Sequence[ShardCalls], *, block_size: int) -> ShardRea
     rank0, *followers = shards
     port = await rank0.open_rendezvous() if followers else None
     readies = await asyncio.gather(*(shard.load(port) for shard in shards))
-    num_blocks = min(ready.num_blocks for ready in readies)
+    num_blocks = min(await asyncio.gather(*(shard.measure() for shard in shards)))
     max_model_len = min(readies[0].max_model_len, (num_blocks - 1) * block_size)  # block 0 is scratch
     await asyncio.gather(*(shard.allocate(num_blocks, max_model_len) for shard in shards))
     for rank, follower in enumerate(followers, start=1):
@@ -72,6 +74,10 @@ class LocalShard:
     async def load(self, rendezvous_port: int | None) -> ShardReady:
         """Load in a thread: the shards wait for each other."""
         return await asyncio.to_thread(self._shard.load, rendezvous_port)
+
+    async def measure(self) -> int:
+        """Measure in a thread: the shards compute together."""
+        return await asyncio.to_thread(self._shard.measure)
 
     async def allocate(self, num_blocks: int, max_model_len: int) -> None:
         self._shard.allocate(num_blocks, max_model_len)

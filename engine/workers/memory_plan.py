@@ -1,14 +1,13 @@
 """The memory plan of one target shard on a GPU: what uses how much, and what is left for the KV cache.
 
-Owns the arithmetic, its printed table and the refusal: pure functions of shapes and sizes. Only `gpu_kv_bytes` asks a
-device. Weights are exact. Activations are an upper bound from the shapes. CUDA contexts, NCCL and the reserve are
-estimates.
+Owns the arithmetic, its printed table and the refusal: pure functions of shapes and sizes. Weights are exact.
+Activations are an upper bound from the shapes, until `engine.workers.device_memory` has measured them. CUDA contexts,
+NCCL and the reserve are estimates.
 """
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,9 +18,10 @@ from engine.errors import ConfigError
 from engine.graphs.buckets import make_buckets, row_sizes
 from engine.graphs.chain_rows import KINDS, WHOLE_ROWS
 from engine.lora.adapter_files import num_adapter_values
-from engine.model.load import Model
 
 GIB = 1 << 30
+WEIGHTS, ACTIVATIONS, NCCL = "weights", "activations", "NCCL"
+"""Parts that are measured."""
 CONTEXT_BYTES = 3 * GIB // 4
 """CUDA context, loaded kernels and library workspaces of one process."""
 NCCL_BYTES = GIB
@@ -40,9 +40,6 @@ FEATURE_BYTES = 128 << 20
 """Hidden states that an eagle draft or Medusa heads read, in the shared block."""
 LEAST_CONTEXT = 4096
 """Tokens of KV cache that a plan must have room for, or max_model_len if that is shorter."""
-
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +69,21 @@ class MemoryPlan:
     def kv_tokens(self) -> int:
         """Tokens that the KV cache can hold."""
         return max(0, self.kv_bytes) // self.kv_bytes_per_token
+
+    def part(self, name: str) -> int:
+        """Bytes of one part; 0 if the plan has none of this name."""
+        return sum(part.num_bytes for part in self.parts if part.name == name)
+
+    def measured(self, *, weights: int, activations: int) -> MemoryPlan:
+        """The plan with what was measured in place of estimates, once all communicators have their memory.
+
+        Args:
+            weights: bytes that the process holds besides its CUDA context.
+            activations: most bytes that a step holds in addition.
+        """
+        found = {WEIGHTS: weights, ACTIVATIONS: activations}
+        kept = [replace(part, num_bytes=found.get(part.name, part.num_bytes)) for part in self.parts]
+        return replace(self, parts=tuple(part for part in kept if part.name != NCCL))
 
     def table(self) -> str:
         """The plan in lines of GiB."""
@@ -109,8 +121,8 @@ def plan_memory(
     shard = ShardSpec(rank, engine.tensor_parallel_size)
     has_draft = rank == 0 and engine.speculative.method in DRAFT_METHODS
     parts = [
-        Part("weights", weight_bytes(config, shard, dtype)),
-        Part("activations", activation_bytes(engine, config, shard, dtype)),
+        Part(WEIGHTS, weight_bytes(config, shard, dtype)),
+        Part(ACTIVATIONS, activation_bytes(engine, config, shard, dtype)),
         Part("CUDA contexts", CONTEXT_BYTES * (2 if has_draft else 1)),
         Part("reserve", int(device_bytes * RESERVE_FRACTION)),
     ]
@@ -118,7 +130,7 @@ def plan_memory(
         num_values = num_adapter_values(engine.lora, config, num_shards=shard.size)
         parts.append(Part(f"adapters (up to {engine.lora.max_loras})", num_values * dtype.itemsize))
     if shard.size > 1:
-        parts.append(Part("NCCL", NCCL_BYTES))
+        parts.append(Part(NCCL, NCCL_BYTES))
     if engine.cuda_graphs == "on":
         parts.append(Part("CUDA graphs", graph_bytes(engine, config, shard, dtype)))
         if has_draft:
@@ -131,23 +143,6 @@ def plan_memory(
         parts.append(Part("draft buffer", buffer + features))
     per_token = 2 * config.num_layers * _length(shard.kv_heads(config)) * config.head_dim * dtype.itemsize
     return MemoryPlan(device_bytes, tuple(parts), per_token)
-
-
-def gpu_kv_bytes(engine: EngineConfig, model: Model, device: torch.device) -> int | None:
-    """Bytes of a GPU for the KV cache, once the weights are loaded; None on a CPU. Logs the plan of the whole device.
-
-    Raises:
-        ConfigError: there is no room for the cache, with the plan.
-    """
-    if device.type != "cuda":
-        return None
-    free, _ = torch.cuda.mem_get_info(device)
-    available = free + torch.cuda.memory_reserved(device) + CONTEXT_BYTES  # This process has its context already.
-    plan = plan_memory(engine, model.config, rank=model.shard.rank, device_bytes=available, dtype=model.dtype)
-    _log.info("memory of shard %d:\n%s", model.shard.rank, plan.table())
-    longest = engine.max_model_len or model.config.max_model_len
-    plan.check(engine.kv_cache_tokens or min(longest, LEAST_CONTEXT))
-    return plan.kv_bytes
 
 
 def weight_bytes(config: ModelConfig, shard: ShardSpec, dtype: torch.dtype) -> int:

@@ -10,7 +10,7 @@ class ShardReady:
     """What a shard reports once its weights are loaded."""
 
     num_blocks: int
-    """KV blocks that fit, the scratch block included."""
+    """KV blocks that fit, the scratch block included; by the estimate until all shards have measured."""
     vocab_size: int
     """Columns of the target's logits."""
     max_model_len: int

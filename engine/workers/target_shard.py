@@ -6,7 +6,8 @@ in their order:
 
     rank 0                      ranks 1..                   purpose
     open_rendezvous() -> port                               the shards find each other
-    load(port)                  load(port)                  weights; reports how many KV blocks fit
+    load(port)                  load(port)                  weights
+    measure() -> n              measure() -> n              how many KV blocks fit
     allocate(n)                 allocate(n)                 KV cache of the smallest n of all ranks
     forward_handle(rank)        follow(handle)              forward inputs travel through shared memory
     load_adapter(n, folder)     load_adapter(n, folder)     adapters, at the start and later
@@ -34,9 +35,9 @@ from engine.lora.adapter_set import AdapterSet
 from engine.model.collectives import Collectives, Group, Solo, open_store
 from engine.model.device import pick_device, pick_dtype, pick_kv_dtype, set_threads, with_device
 from engine.model.load import Model, load_model
-from engine.model.runner import ModelRunner, num_kv_blocks
+from engine.model.runner import ModelRunner
 from engine.sampling.readback import DeviceClock, Event, HostClock, Meanwhile, StepClock, timed_event
-from engine.workers.memory_plan import gpu_kv_bytes
+from engine.workers.device_memory import CudaMemory, DeviceMemory, estimated_plan, fitting_blocks, measured_blocks
 from engine.workers.shard_ready import ShardReady
 
 PEER_TIMEOUT_S = 30.0
@@ -129,16 +130,26 @@ class TargetShard:
         )
         if self._adapters is not None:
             self._adapters.bind(model)
-        num_blocks = num_kv_blocks(
-            model.config,
-            block_size=config.kv_block_size,
-            dtype=pick_kv_dtype(config, dtype),
-            device=self.device,
-            shard=model.shard,
-            kv_cache_tokens=config.kv_cache_tokens,
-            memory_bytes=gpu_kv_bytes(config, model, self.device),
-        )
-        return ShardReady(num_blocks + 1, model.config.vocab_size, model.config.max_model_len, str(self.device))
+        plan = estimated_plan(config, model, CudaMemory(self.device)) if self.device.type == "cuda" else None
+        num_blocks = fitting_blocks(config, model, plan)
+        return ShardReady(num_blocks, model.config.vocab_size, model.config.max_model_len, str(self.device))
+
+    def measure(self, memory: DeviceMemory | None = None, new_event: Callable[[], Event] = timed_event) -> int:
+        """KV blocks that fit, the scratch block included. On all shards at once, after `load` of all of them. On a GPU
+        they run the largest step that may be scheduled, and see what memory it takes.
+
+        Args:
+            memory: of the device; None asks CUDA.
+            new_event: makes the events of a GPU's clock.
+
+        Raises:
+            ConfigError: there is no room for the cache, with the plan.
+            ShardDown: another shard does not take part.
+        """
+        if self.device.type != "cuda":
+            return fitting_blocks(self.config, self._model, None)
+        memory = memory or CudaMemory(self.device)
+        return measured_blocks(self.config, self._model, memory, self.step_clock(new_event))
 
     def allocate(self, num_blocks: int, max_model_len: int) -> None:
         """Make the KV cache. All shards take the same size.
@@ -184,9 +195,9 @@ class TargetShard:
             capture: records them.
         """
         config = self.config
-        trees = config.tree_width > 1
-        buckets = make_buckets(max_requests=config.max_num_requests, max_k=config.speculative.k, trees=trees)
-        max_ids = config.max_num_requests * max(1, config.speculative.k)
+        requests, k = config.max_num_requests, config.speculative.k
+        buckets = make_buckets(max_requests=requests, max_k=k, trees=config.tree_width > 1)
+        max_ids = requests * max(1, k)
         self._graphs = GraphedForward(self.runner, buckets, capture, max_kv=self.max_model_len, max_ids=max_ids)
 
     @property
@@ -242,12 +253,8 @@ class TargetShard:
         """
         if self.device.type != "cuda":
             return HostClock()
-        return DeviceClock(
-            timeout_s=PEER_TIMEOUT_S,
-            abort=self._collectives.abort,
-            new_event=new_event,
-            meanwhile=self._meanwhile.run,
-        )
+        abort, meanwhile = self._collectives.abort, self._meanwhile.run
+        return DeviceClock(timeout_s=PEER_TIMEOUT_S, abort=abort, new_event=new_event, meanwhile=meanwhile)
 
     def timed_forward(self, forward_input: ForwardInput) -> float:
         """Seconds of one forward whose result is not used. On rank 0, between two steps.

@@ -225,7 +225,8 @@ class PeakMemory(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
-        self._live = 0
+        self.live = 0
+        """Bytes now."""
         self._holders: dict[int, tuple[int, int]] = {}
         """By storage: bytes, and tensors that hold it."""
 
@@ -241,8 +242,8 @@ class PeakMemory(TorchDispatchMode):
         key = storage._cdata
         size, holders = self._holders.get(key, (storage.nbytes(), 0))
         if holders == 0:
-            self._live += size
-            self.peak = max(self.peak, self._live)
+            self.live += size
+            self.peak = max(self.peak, self.live)
         self._holders[key] = (size, holders + 1)
         weakref.finalize(tensor, self._release, key)
 
@@ -251,4 +252,4 @@ class PeakMemory(TorchDispatchMode):
         if holders > 1:
             self._holders[key] = (size, holders - 1)
         else:
-            self._live -= size
+            self.live -= size

@@ -57,17 +57,24 @@ MODES: dict[str, dict[str, Any]] = UNMASKED_MODES | {
 
 
 def fake_shard(
-    shape: dict[str, Any], *, tp: int = 1, feature_layers: tuple[int, ...] = (), tree: str = "off"
+    shape: dict[str, Any],
+    *,
+    tp: int = 1,
+    rank: int = 0,
+    feature_layers: tuple[int, ...] = (),
+    tree: str = "off",
+    **settings: Any,
 ) -> TargetShard:
-    """Rank 0 of a target of this shape with three layers, as after `allocate`."""
+    """A shard of a target of this shape with three layers, as after `allocate`. Settings are those of the engine."""
     config = EngineConfig.parse(
         {"model": "m", "block_size": CUDA_PAGE, "tensor_parallel_size": tp, "kernel": "torch"}
         | {"speculative": {"tree": tree}}
+        | settings
     )
-    shard = TargetShard(config, Path("m"), rank=0, node_id="n", feature_layers=feature_layers, device=CUDA)
+    shard = TargetShard(config, Path("m"), rank=rank, node_id="n", feature_layers=feature_layers, device=CUDA)
     if tp > 1:
-        backend = FakeProcessGroup._create_internal(0, tp)
-        shard._collectives = Group(backend, rank=0, size=tp, device=CUDA, timeout_s=5.0)
+        backend = FakeProcessGroup._create_internal(rank, tp)
+        shard._collectives = Group(backend, rank=rank, size=tp, device=CUDA, timeout_s=5.0)
     shard._model, _ = fake_decoder(
         shape, num_layers=3, collectives=shard._collectives, feature_layers=shard.feature_layers
     )

@@ -51,7 +51,10 @@ class FakeShard:
     async def load(self, rendezvous_port: int | None) -> ShardReady:
         if self._fails_to_load:
             raise MemoryError(f"no memory on rank {self.rank}")
-        return ShardReady(10 + self.rank, 100, 1000, "cpu")
+        return ShardReady(90, 100, 1000, "cpu")
+
+    async def measure(self) -> int:
+        return 10 + self.rank
 
     async def allocate(self, num_blocks: int, max_model_len: int) -> None:
         self.events.append(f"allocate {self.rank} {num_blocks} {max_model_len}")

@@ -25,14 +25,15 @@ class RecordedShard:
     Args:
         rank: of the shard.
         calls: shared list.
-        num_blocks: that fit on this shard.
+        num_blocks: that fit on this shard; at first it reports twice as many.
         max_model_len: that this shard reports.
     """
 
     def __init__(self, rank: int, calls: list[tuple[object, ...]], *, num_blocks: int, max_model_len: int) -> None:
         self._rank = rank
         self._calls = calls
-        self._ready = ShardReady(num_blocks, VOCAB, max_model_len, "cpu")
+        self._num_blocks = num_blocks
+        self._ready = ShardReady(2 * num_blocks, VOCAB, max_model_len, "cpu")
 
     async def open_rendezvous(self) -> int:
         self._calls.append(("open_rendezvous", self._rank))
@@ -41,6 +42,10 @@ class RecordedShard:
     async def load(self, rendezvous_port: int | None) -> ShardReady:
         self._calls.append(("load", self._rank, rendezvous_port))
         return self._ready
+
+    async def measure(self) -> int:
+        self._calls.append(("measure", self._rank))
+        return self._num_blocks
 
     async def allocate(self, num_blocks: int, max_model_len: int) -> None:
         self._calls.append(("allocate", self._rank, num_blocks, max_model_len))
@@ -68,6 +73,7 @@ def test_the_calls_come_in_order_and_every_shard_takes_the_smallest_cache() -> N
     assert calls == [
         ("open_rendezvous", 0),
         *(("load", rank, 4321) for rank in range(3)),
+        *(("measure", rank) for rank in range(3)),
         *(("allocate", rank, 31, 480) for rank in range(3)),
         *(("forward_handle", 0, 1), ("follow", 1, 1)),
         *(("forward_handle", 0, 2), ("follow", 2, 2)),
@@ -77,7 +83,7 @@ def test_the_calls_come_in_order_and_every_shard_takes_the_smallest_cache() -> N
 def test_one_shard_has_nobody_to_meet() -> None:
     ready, calls = brought_up([40], max_model_len=100)
     assert ready.max_model_len == 100, "the model's limit is below the cache's 624 tokens"
-    assert calls == [("load", 0, None), ("allocate", 0, 40, 100)]
+    assert calls == [("load", 0, None), ("measure", 0), ("allocate", 0, 40, 100)]
 
 
 def test_a_shard_that_does_not_load_ends_the_bring_up() -> None:
@@ -92,7 +98,7 @@ def test_a_shard_that_does_not_load_ends_the_bring_up() -> None:
     ]
     with pytest.raises(ShardDown, match="did not come"):
         asyncio.run(bring_up(shards, block_size=16))
-    assert ("allocate", 0, 10, 10) not in calls
+    assert not {call[0] for call in calls} & {"measure", "allocate"}
 
 
 def config_of(folder: Path, **settings: object) -> EngineConfig:

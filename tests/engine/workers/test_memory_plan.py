@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from model_shapes import LLAMA_8B
 
 from engine.checkpoint.model_config import ModelConfig
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.workers.memory_plan import GIB, MemoryPlan, Part, gpu_kv_bytes, plan_memory
+from engine.workers.memory_plan import GIB, MemoryPlan, Part, plan_memory
 
 VOCAB, MIB = 128_256, 1 << 20
 SETTINGS = {"model": "m", "device": "cuda", "max_num_requests": 8, "max_step_tokens": 100}
@@ -116,5 +115,14 @@ def test_parts_that_do_not_fit_leave_no_token() -> None:
     assert f"{'KV cache (0 tokens)':<40}    0.00 GiB" in full.table()
 
 
-def test_a_cpu_is_not_asked() -> None:
-    assert gpu_kv_bytes(EngineConfig.parse(SETTINGS), None, torch.device("cpu")) is None  # type: ignore[arg-type]
+def test_what_was_measured_takes_the_place_of_the_estimate() -> None:
+    """NCCL has its memory by then, so that it is no longer free."""
+    found = plan(rank=1, tensor_parallel_size=2).measured(weights=5 * GIB, activations=GIB // 4)
+    assert {part.name: part.num_bytes for part in found.parts} == {
+        "weights": 5 * GIB,
+        "activations": GIB // 4,
+        "CUDA contexts": 768 * MIB,
+        "reserve": int(1.6 * GIB),
+    }
+    assert found.kv_bytes == 80 * GIB - sum(part.num_bytes for part in found.parts)
+    assert (found.part("weights"), found.part("NCCL")) == (5 * GIB, 0)
