@@ -1,18 +1,22 @@
-"""A target and a draft without files: random weights, and a draft that agrees with the target at a planted rate.
+"""A target and a draft: random weights, and a draft that agrees with the target at a planted rate.
 
-Owns the two models and the draft's link to the engine of this process. The draft is the lower layers of the target. The
-target's upper layers are scaled down: the smaller they are, the more often both choose the same token.
+Owns the two models, the target's folder where a loader needs one, and the draft's link to the engine of this process.
+The draft is the lower layers of the target. The target's upper layers are scaled down: the smaller they are, the more
+often both choose the same token.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
 from bench.gpu.lab import Lab
 from engine.checkpoint.model_config import ModelConfig
@@ -133,6 +137,44 @@ def weight_bytes(decoder: Decoder) -> int:
     linears = [part for each in weights.layers for part in (each.qkv, each.o)]
     linears += [part for mlp in mlps for part in (mlp.gate, mlp.up, mlp.down)]
     return sum(part.weight.nbytes for part in [*linears, weights.head] if isinstance(part, PlainLinear))
+
+
+def save_model(model: Decoder, shape: dict[str, Any], folder: Path) -> None:
+    """Write a planted model as a folder that `load_model` reads.
+
+    Args:
+        model: from `planted_pair`, without experts.
+        shape: its config.json.
+        folder: exists.
+    """
+    weights, config = model._weights, model.config
+    kv = config.num_kv_heads * config.head_dim
+    tensors = {
+        "model.embed_tokens.weight": model.embedding,
+        "model.norm.weight": weights.final_norm.weight,
+        "lm_head.weight": _weight(weights.head),
+    }
+    for index, layer in enumerate(weights.layers):
+        query, key, value = torch.split(_weight(layer.qkv), [config.num_heads * config.head_dim, kv, kv])
+        mlp = dense_mlp(layer)
+        parts = {
+            "input_layernorm": layer.input_norm.weight,
+            "post_attention_layernorm": layer.mlp_norm.weight,
+            **dict(zip(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), (query, key, value), strict=True)),
+            "self_attn.o_proj": _weight(layer.o),
+            "mlp.gate_proj": _weight(mlp.gate),
+            "mlp.up_proj": _weight(mlp.up),
+            "mlp.down_proj": _weight(mlp.down),
+        }
+        tensors |= {f"model.layers.{index}.{name}.weight": tensor for name, tensor in parts.items()}
+    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(shape))
+
+
+def _weight(linear: Any) -> torch.Tensor:
+    if not isinstance(linear, PlainLinear):
+        raise TypeError("the planted model has layers of another kind")
+    return linear.weight
 
 
 class LocalLink:

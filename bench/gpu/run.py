@@ -18,6 +18,7 @@ from rich.console import Console
 from bench.gpu.drafts import drafts
 from bench.gpu.handoff import handoff
 from bench.gpu.lab import Lab
+from bench.gpu.ranks import ranks
 from bench.gpu.sections import engines, forwards, kernels
 from engine.errors import ConfigError
 from engine.model.device import gpu_name
@@ -27,6 +28,7 @@ SECTIONS: dict[str, Callable[[Lab], dict[str, Any]]] = {
     "kernels": kernels,
     "forwards": forwards,
     "drafts": drafts,
+    "ranks": ranks,
     "engines": engines,
 }
 """In this order: what is wrong shows before what takes long."""
@@ -50,7 +52,7 @@ def gpu(options: argparse.Namespace) -> int:
         "torch": torch.__version__,
         "dry_run": options.dry_run,
         "bandwidth_bytes_per_s": lab.bandwidth,
-        "not_measured": {"two ranks on one GPU": "NCCL refuses two ranks on one device"},
+        "not_measured": {"NCCL": "it refuses two ranks on one device"},
         "parts": {},
     }
     console = Console()

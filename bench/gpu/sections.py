@@ -144,6 +144,11 @@ def engines(lab: Lab) -> dict[str, Any]:
     return {"cells": cells, "different_outputs": different}
 
 
+def prompt_of(lab: Lab, number: int) -> tuple[int, ...]:
+    """The prompt of a request of `run_engine`, whose id is its number."""
+    return tuple((7 * number + 3 * i) % 61 for i in range(lab.pick(32, 4)))
+
+
 def run_engine(
     lab: Lab,
     forward: Forward,
@@ -195,8 +200,7 @@ def run_engine(
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens or lab.pick(96, 8))
     for number in range(streams):
-        prompt = tuple((7 * number + 3 * i) % 61 for i in range(lab.pick(32, 4)))
-        engine.submit(Submit(request_id=str(number), prompt=prompt, sampling=sampling))
+        engine.submit(Submit(request_id=str(number), prompt=prompt_of(lab, number), sampling=sampling))
     engine.drain()
     engine.step()  # The prompts, and what is loaded at first use.
     begin, before = time.perf_counter(), sum(map(len, tokens.values()))
