@@ -154,9 +154,10 @@ class EngineConfig(Settings):
     """Requests that may wait beyond the running ones; further requests are refused with QueueFull."""
     max_step_tokens: Annotated[int, Field(ge=16)] = 512
     """Rows of one forward. Decodes take their rows first; prefill chunks take the rest."""
-    kv_cache_dtype: Literal["auto", "int8"] = "auto"
-    """Type of the target's KV cache: `auto` (that of the computation) or `int8` (on cpu; about half the memory of
-    bfloat16). `int8` is lossy: logits and outputs change. A draft's cache is never quantised."""
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    """Type of the target's KV cache: `auto` (that of the computation), `int8` (on cpu) or `fp8` (e4m3, on cuda); both
+    take about half the memory of bfloat16 and are lossy: logits and outputs change. A draft's cache is never
+    quantised."""
     prefix_cache: bool = True
     """Reuse KV blocks of equal prompt prefixes."""
     num_threads: Annotated[int, Field(ge=1)] | None = None
@@ -214,7 +215,11 @@ class EngineConfig(Settings):
     @model_validator(mode="after")
     def _kv_cache_has_its_device(self) -> Self:
         if self.kv_cache_dtype == "int8" and self.device == "cuda":
-            raise ValueError("kv_cache_dtype: int8 given, but device is cuda; allowed there is auto")
+            raise ValueError("kv_cache_dtype: int8 given, but device is cuda; allowed there are auto and fp8")
+        if self.kv_cache_dtype == "fp8" and self.device == "cpu":
+            raise ValueError("kv_cache_dtype: fp8 given, but device is cpu; allowed there are auto and int8")
+        if self.kv_cache_dtype == "fp8" and self.dtype == "float32":
+            raise ValueError("kv_cache_dtype: fp8 given, but dtype is float32; it needs bfloat16, allowed is auto")
         return self
 
     @model_validator(mode="after")

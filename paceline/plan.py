@@ -47,6 +47,12 @@ def add_plan_parser(commands: Any) -> None:
     plan.add_argument("--context", type=int, default=1024, metavar="TOKENS", help="mean tokens in a request's cache")
     plan.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest prompt + output")
     plan.add_argument("--max-step-tokens", type=int, default=512, metavar="ROWS", help="rows of one forward")
+    plan.add_argument(
+        "--kv-cache-dtype",
+        choices=("auto", "int8", "fp8"),
+        default="auto",
+        help="type of the KV cache: auto, int8 on a CPU, fp8 on GPUs; the last two are lossy (default: auto)",
+    )
     plan.add_argument("--max-loras", type=int, default=0, metavar="N", help="LoRA adapters held at once (default: 0)")
     plan.add_argument("--max-lora-rank", type=int, default=64, metavar="RANK", help="their largest rank (default: 64)")
     plan.add_argument("--price", type=float, metavar="PER_HOUR", help="price of one GPU, or of this machine, per hour")
@@ -105,6 +111,7 @@ def _settings(options: argparse.Namespace, draft: ModelConfig | None) -> EngineC
             "max_model_len": options.max_model_len,
             "max_num_requests": max(options.streams),
             "max_step_tokens": options.max_step_tokens,
+            "kv_cache_dtype": options.kv_cache_dtype,
             "lora": lora if options.max_loras else None,
             "speculative": speculative | {"k": options.k},
         }

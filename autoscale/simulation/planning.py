@@ -22,6 +22,7 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights import WHOLE, ShardSpec
 from engine.config import DRAFT_METHODS, EngineConfig
 from engine.errors import ConfigError
+from engine.model.device import pick_kv_dtype
 from engine.model.runner import kv_bytes_per_token
 from engine.workers.memory_plan import LEAST_CONTEXT, MemoryPlan, Part, plan_memory, weight_bytes
 
@@ -174,7 +175,7 @@ def plan_cpu(
         kv_budget: bytes that the KV cache may take.
         num_cores: cores that the engine shares with HTTP, Serve and Ray.
     """
-    per_token = kv_bytes_per_token(target)
+    per_token = kv_bytes_per_token(target, dtype=pick_kv_dtype(engine, _DTYPE))
     parts = [
         Part("weights", weights),
         Part("Ray, Serve, controller, replica", int(CPU_SERVING_BYTES)),

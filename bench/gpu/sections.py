@@ -30,6 +30,7 @@ from engine.graphs.buckets import make_buckets
 from engine.graphs.forward import GraphedForward
 from engine.messages import Delta, SamplingParams, Submit
 from engine.model.runner import ModelRunner
+from engine.quantization.kv_cache import FP8, quantised
 
 K = 4
 BLOCKS_PER_REQUEST = 2
@@ -41,6 +42,7 @@ def kernels(lab: Lab) -> dict[str, Any]:
     if importlib.util.find_spec("triton") is None:
         return {"skipped": "Triton is not installed"}
     from engine.kernels import elementwise as e
+    from engine.kernels.paged_attention import paged_attention, paged_attention_reference
 
     rows, size, inner = lab.pick((64, 4096, 14_336), (3, 32, 48))
     dtype = lab.pick(torch.bfloat16, torch.float32)
@@ -59,6 +61,14 @@ def kernels(lab: Lab) -> dict[str, Any]:
         "add_rms_norm": (e.add_rms_norm, e.add_rms_norm_reference, (hidden, delta, weight, 1e-5), 4 * hidden.nbytes),
         "silu_mul": (e.silu_mul, e.silu_mul_reference, (gate, up), 3 * gate.nbytes),
     }
+    heads, kv_heads, dim, spans, kv_len = lab.pick((32, 8, 128, 32, 4096), (4, 2, 16, 2, 300))
+    width = -(-kv_len // lab.block_size)
+    query, cu_q = some(spans, heads, dim), torch.arange(spans + 1, dtype=torch.int32, device=lab.device)
+    lens, tables = torch.full_like(cu_q[1:], kv_len), torch.arange(spans * width, dtype=torch.int32, device=lab.device)
+    cache = [some(spans * width, lab.block_size, kv_heads, dim) for _ in range(2)]
+    for name, pair in (("attention", cache), ("attention, FP8 cache", [quantised(each, FP8) for each in cache])):
+        given = (query, *pair, cu_q, lens, tables.view(spans, width), None, None, 1, kv_len)
+        cases[name] = (paged_attention, paged_attention_reference, given, 2 * pair[0].nbytes)
     report: dict[str, Any] = {}
     for name, (kernel, twin, arguments, num_bytes) in cases.items():
         run = twin if lab.dry else kernel

@@ -100,6 +100,31 @@ def pack_spans(
     )
 
 
+def cut_spans(forward_input: ForwardInput, max_q: int) -> ForwardInput:
+    """The same rows in spans of at most `max_q` rows.
+
+    A piece sees the KV slots up to its last row. That holds in trees too, because nodes come after their ancestors.
+    """
+    q_lens, kv_lens = forward_input.q_lens, forward_input.kv_lens
+    num_pieces = -(-q_lens // max_q)
+    if int(num_pieces.max()) == 1:
+        return forward_input
+    span = np.repeat(np.arange(len(q_lens)), num_pieces)
+    piece = np.arange(len(span)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    rows = np.minimum(q_lens[span] - piece * max_q, max_q)
+    after = q_lens[span] - piece * max_q - rows
+    tree = forward_input.tree
+    if tree is not None:
+        tree = TreeMask(np.maximum(tree.num_slots[span] - after, 0), tree.ancestors)
+    return replace(
+        forward_input,
+        q_lens=rows,
+        kv_lens=kv_lens[span] - after,
+        block_tables=forward_input.block_tables[span],
+        tree=tree,
+    )
+
+
 def _tree_mask(spans: Sequence[SpanRows], q_lens: npt.NDArray[np.int32]) -> TreeMask:
     ancestors = np.zeros(int(q_lens.sum()), dtype=np.uint64)
     for span, stop in zip(spans, np.cumsum(q_lens).tolist(), strict=True):

@@ -1,5 +1,12 @@
 """Triton kernels for GPUs, each with a twin of PyTorch operators that gives equal results within rounding.
 
 Owns the kernels and their registration as PyTorch operators. Knows tensors only: no model, no request, no cache beyond
-its layout. Nothing here is imported unless the `triton` kernels are chosen.
+its layout. No kernel is imported unless the settings need it.
 """
+
+from __future__ import annotations
+
+PARTIAL_BYTES = 64 << 20
+"""Most bytes of the partial results of one call of paged attention."""
+FP8_PACKED = 64
+"""Most rows x query heads of one program over a cache in FP8. With more, trees spill registers on an A100."""

@@ -17,8 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
-KEYS = 64
-"""Keys of one step of a program; divides the block size of the cache."""
+from engine.kernels import PARTIAL_BYTES
+from engine.kernels.e4m3 import decoded, float_view
+from engine.quantization.kv_cache import FP8, dequantised
+
+KEYS, FP8_KEYS = 64, 32
+"""Keys of one step of a program; divides the block size of the cache. Fewer of a cache in FP8, whose decoding takes
+registers."""
 MAX_PACKED = 128
 """Most rows x heads of one program."""
 TOKENS_PER_SPLIT = 512
@@ -29,6 +34,8 @@ def attend_split_kernel(
     query,
     keys,
     values,
+    key_scales,
+    value_scales,
     cu_q,
     kv_lens,
     tables,
@@ -48,8 +55,13 @@ def attend_split_kernel(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     TREES: tl.constexpr,
+    RECORD: tl.constexpr,
 ):
-    """One span, one KV head and one split of the KV length."""
+    """One span, one KV head and one split of the KV length.
+
+    RECORD is the size of a record of the cache in FP8, or 0 for a cache of the type of `query`.
+    """
+    WIDTH: tl.constexpr = RECORD if RECORD else DIM
     span = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -79,11 +91,16 @@ def attend_split_kernel(
         inside = position < kv_len
         page = tl.load(tables + span * table_width + block * BLOCK // PAGE).to(tl.int64)
         # One 64-bit offset per block: 64-bit offsets of every element would not fit into registers.
-        base = page * (PAGE * KV_HEADS * DIM) + kv_head * DIM
-        offset = (block * BLOCK % PAGE + tl.arange(0, BLOCK)) * (KV_HEADS * DIM)
+        base = page * (PAGE * KV_HEADS * WIDTH) + kv_head * WIDTH
+        offset = (block * BLOCK % PAGE + tl.arange(0, BLOCK)) * (KV_HEADS * WIDTH)
         place = offset[:, None] + column[None, :]
         k = tl.load(keys + base + place, mask=inside[:, None], other=0.0)
+        if RECORD:
+            k = decoded(k).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if RECORD:  # One scale per key, so it multiplies a column of scores. The codes were divided by 256.
+            at = (base + DIM) // 4 + offset // 4
+            scores *= tl.load(key_scales + at, mask=inside, other=0.0)[None, :] * 256.0
         own = position - (kv_len - q_len)
         seen = own[None, :] <= row[:, None]
         if TREES:
@@ -97,8 +114,11 @@ def attend_split_kernel(
         shrink = tl.exp(top - finite)
         p = tl.exp(scores - finite[:, None])
         v = tl.load(values + base + place, mask=inside[:, None], other=0.0)
-        result = result * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         total = total * shrink + tl.sum(p, axis=1)
+        if RECORD:
+            v = decoded(v).to(q.dtype)
+            p *= tl.load(value_scales + at, mask=inside, other=0.0)[None, :] * 256.0
+        result = result * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         top = higher
     where = ((first + row).to(tl.int64) * KV_HEADS * GROUP + head) * SPLITS + split
     tl.store(partial + where[:, None] * DIM + column[None, :], result, mask=real[:, None])
@@ -126,6 +146,12 @@ def num_warps(packed: int) -> int:
     return 8 if packed >= 64 else 4
 
 
+def num_splits(num_rows: int, num_heads: int, dim: int, max_kv: int) -> int:
+    """Programs that share the KV length of a span: fewer for many rows, so that their results fit into memory."""
+    most = PARTIAL_BYTES // (4 * num_rows * num_heads * dim)
+    return max(1, min(-(-max_kv // TOKENS_PER_SPLIT), most))
+
+
 @torch.library.custom_op("paceline::paged_attention", mutates_args=())
 def paged_attention(
     query: torch.Tensor,
@@ -143,7 +169,8 @@ def paged_attention(
 
     Args:
         query: [N, H, D]; D is a power of two. The rows may have a stride.
-        keys, values: [num_blocks, block_size, G, D], the cache; block_size is a multiple of 64.
+        keys, values: [num_blocks, block_size, G, D], the cache; block_size is a multiple of 64. For FP8 uint8 records
+            of D + 4.
         cu_q: [S + 1] int32 cumulative rows.
         kv_lens: [S] int32 KV length of each span, its rows included.
         block_tables: [S, W] int32.
@@ -156,14 +183,14 @@ def paged_attention(
         [N, H * D].
     """
     num_rows, num_heads, dim = query.shape
-    kv_heads = keys.shape[2]
+    kv_heads, is_fp8 = keys.shape[2], keys.dtype is FP8
     group = num_heads // kv_heads
     packed = max(16, triton.next_power_of_2(max_q * group))
     if packed > MAX_PACKED or keys.shape[1] % KEYS:
         raise ValueError(
             f"{max_q} rows x {group} heads, blocks of {keys.shape[1]}: more than {MAX_PACKED}, or not x {KEYS}"
         )
-    splits = max(1, triton.cdiv(max_kv, TOKENS_PER_SPLIT))
+    splits = num_splits(num_rows, num_heads, dim, max_kv)
     shape = (num_rows, num_heads, splits)
     partial = torch.empty(*shape, dim, dtype=torch.float32, device=query.device)
     maxima, sums = (torch.empty(shape, dtype=torch.float32, device=query.device) for _ in range(2))
@@ -172,6 +199,8 @@ def paged_attention(
         query,
         keys,
         values,
+        float_view(keys),
+        float_view(values),
         cu_q,
         kv_lens,
         block_tables,
@@ -188,9 +217,10 @@ def paged_attention(
         DIM=dim,
         PAGE=keys.shape[1],
         ROWS=packed,
-        BLOCK=KEYS,
+        BLOCK=FP8_KEYS if is_fp8 else KEYS,
         SPLITS=splits,
         TREES=num_tree_slots is not None,
+        RECORD=keys.shape[3] if is_fp8 else 0,
         num_warps=num_warps(packed),
     )
     combine_kernel[(num_rows * num_heads,)](
@@ -231,6 +261,8 @@ def paged_attention_reference(
     """The twin of `paged_attention`: one span after the other, in float32."""
     del max_q, max_kv
     group = query.shape[1] // keys.shape[2]
+    if keys.dtype is FP8:
+        keys, values = (dequantised(cache, torch.float32) for cache in (keys, values))
     out = torch.empty_like(query)
     for span, (kv_len, table) in enumerate(zip(kv_lens.tolist(), block_tables.tolist(), strict=True)):
         first, last = int(cu_q[span]), int(cu_q[span + 1])

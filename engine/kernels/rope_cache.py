@@ -14,6 +14,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from engine.kernels.e4m3 import float_view, store_record
+from engine.quantization.kv_cache import FP8, quantised
+
 
 @triton.jit
 def rope_cache_kernel(
@@ -25,14 +28,20 @@ def rope_cache_kernel(
     k_weight,
     keys,
     values,
+    key_scales,
+    value_scales,
     eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    RECORD: tl.constexpr,
 ):
-    """One row and one head: q is rotated in place, k is rotated into the cache, v is copied into the cache."""
+    """One row and one head: q is rotated in place, k is rotated into the cache, v is copied into the cache.
+
+    RECORD is the size of a record of the cache in FP8, or 0 for a cache of the type of `qkv`.
+    """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     column = tl.arange(0, BLOCK)
@@ -42,7 +51,11 @@ def rope_cache_kernel(
     slot = tl.load(slots + row)
     x = tl.load(source + column, mask=inside, other=0.0)
     if head >= HEADS + KV_HEADS:
-        tl.store(values + (slot * KV_HEADS + head - HEADS - KV_HEADS) * DIM + column, x, mask=inside)
+        place = slot * KV_HEADS + head - HEADS - KV_HEADS
+        if RECORD:
+            store_record(values, value_scales, place * RECORD, x, column, inside, DIM)
+        else:
+            tl.store(values + place * DIM + column, x, mask=inside)
     else:
         first = x.to(tl.float32)
         second = tl.load(source + swapped, mask=inside, other=0.0).to(tl.float32)
@@ -58,7 +71,11 @@ def rope_cache_kernel(
             tl.debug_barrier()  # All threads have read the head before one of them writes it.
             tl.store(source + column, turned, mask=inside)
         else:
-            tl.store(keys + (slot * KV_HEADS + head - HEADS) * DIM + column, turned, mask=inside)
+            place = slot * KV_HEADS + head - HEADS
+            if RECORD:
+                store_record(keys, key_scales, place * RECORD, turned, column, inside, DIM)
+            else:
+                tl.store(keys + place * DIM + column, turned, mask=inside)
 
 
 @torch.library.custom_op("paceline::rope_cache", mutates_args=("qkv", "keys", "values"))
@@ -79,7 +96,7 @@ def rope_cache(
         qkv: [N, H + 2 G, D] contiguous: q heads, then k heads, then v heads.
         cos, sin: [N, 1, D] from `engine.model.rope.Rope`.
         slots: [N] int64: block_id * block_size + offset.
-        keys, values: [num_blocks, block_size, G, D], the cache.
+        keys, values: [num_blocks, block_size, G, D], the cache; uint8 records of D + 4 for FP8, with D a multiple of 4.
         q_weight, k_weight: [D] RMSNorm weights of each head, or None.
         eps: of those norms.
     """
@@ -97,12 +114,15 @@ def rope_cache(
         qkv if k_weight is None else k_weight,
         keys,
         values,
+        float_view(keys),
+        float_view(values),
         eps,
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
         BLOCK=triton.next_power_of_2(dim),
         HAS_NORM=q_weight is not None,
+        RECORD=keys.shape[3] if keys.dtype is FP8 else 0,
         num_warps=1,
     )
 
@@ -142,6 +162,7 @@ def rope_cache_reference(
         if weight is not None:
             parts[index] = F.rms_norm(parts[index], (dim,), weight.float(), eps)
     query, key = (part * cos.float() + part.roll(dim // 2, -1) * sin.float() for part in parts)
-    keys.view(-1, kv_heads, dim).index_copy_(0, slots, key.to(keys.dtype))
-    values.view(-1, kv_heads, dim).index_copy_(0, slots, qkv[:, heads + kv_heads :])
+    for cache, rows in ((keys, key.to(qkv.dtype)), (values, qkv[:, heads + kv_heads :])):
+        records = quantised(rows, FP8) if cache.dtype is FP8 else rows
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, records)
     qkv[:, :heads] = query.to(qkv.dtype)

@@ -1,8 +1,9 @@
-"""Causal attention over the paged KV cache: one interface, three implementations.
+"""Causal attention over the paged KV cache: one interface, five implementations.
 
-Owns the interface, the choice, and the reference implementation in plain loops. `PaddedAttention` uses PyTorch's
-operators on any device, `VarlenAttention` paged flash attention on CUDA. What depends on the forward input alone is
-computed once per forward (`prepare`), not per layer. Knows nothing of layers, weights or block ownership.
+Owns the interface, the choice, the reference implementation in plain loops, and what Paceline's own kernel computes on
+CUDA. `PaddedAttention` uses PyTorch's operators on any device, `VarlenAttention` paged flash attention. What depends
+on the forward input alone is computed once per forward (`prepare`), not per layer. Knows nothing of layers, weights or
+block ownership.
 
     cache (one for K, one for V)   [num_blocks, block_size, num_kv_heads, head_dim]
     span s                         q_lens[s] rows, the last of its kv_lens[s] tokens; row j attends to
@@ -18,11 +19,13 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
+from engine.core.packing import cut_spans
 from engine.core.step import ForwardInput
 from engine.errors import ConfigError
+from engine.kernels import FP8_PACKED
 from engine.model.attention_padded import PaddedAttention
-from engine.model.attention_varlen import TritonAttention, VarlenAttention
-from engine.quantization.kv_cache import dequantised
+from engine.model.attention_varlen import PagedSpans, Prepared, VarlenAttention
+from engine.quantization.kv_cache import RECORDS, dequantised
 
 AttentionKind = Literal["auto", "reference", "padded", "varlen", "triton"]
 
@@ -39,7 +42,7 @@ class Attention(Protocol):
 
         Args:
             query: [N, num_heads, head_dim]. Query head h reads KV head h // (num_heads / num_kv_heads).
-            k_cache: [num_blocks, block_size, num_kv_heads, head_dim], or int8 records. Holds the keys of all rows
+            k_cache: [num_blocks, block_size, num_kv_heads, head_dim], or records. Holds the keys of all rows
                 already.
             v_cache: values, with the shape of `k_cache`.
             prepared: result of `prepare` for the same forward input.
@@ -51,7 +54,13 @@ class Attention(Protocol):
 
 
 def make_attention(
-    kind: AttentionKind, *, group_size: int, dtype: torch.dtype, device: torch.device, window: int = 0
+    kind: AttentionKind,
+    *,
+    group_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    window: int = 0,
+    fp8_cache: bool = False,
 ) -> Attention:
     """An attention implementation.
 
@@ -61,13 +70,18 @@ def make_attention(
         dtype: dtype of query and cache.
         device: device of query and cache.
         window: tokens that a row attends to, its own included; 0 means all.
+        fp8_cache: whether the cache has records of e4m3 codes. On CUDA one implementation reads them, whatever `kind`.
 
     Raises:
-        ConfigError: `varlen` or `triton` on a device or dtype that it does not support.
+        ConfigError: `varlen` or `triton` on a device or dtype that it does not support, or a window with `fp8_cache`.
     """
     flash = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     if kind in ("varlen", "triton") and not flash:
         raise ConfigError(f"attention: {kind} needs cuda and bfloat16, given {device.type} and {dtype}")
+    if fp8_cache and flash:
+        if window:
+            raise ConfigError("kv_cache_dtype: fp8 given, but layers of this model have a window; allowed is auto")
+        return Fp8Attention(group_size=group_size, device=device)
     if kind == "triton" and not window:
         return TritonAttention(group_size=group_size, device=device)
     if kind == "reference":
@@ -105,7 +119,7 @@ class ReferenceAttention:
         ):
             blocks = torch.from_numpy(table[: -(-kv_len // block_size)].astype(np.int64)).to(k_cache.device)
             keys, values = (cache[blocks].flatten(0, 1) for cache in (k_cache, v_cache))
-            if k_cache.dtype is torch.int8:
+            if k_cache.dtype in RECORDS:
                 keys, values = (dequantised(records, torch.float32) for records in (keys, values))
             keys, values = keys.float(), values.float()  # [tokens, num_kv_heads, head_dim]
             for j in range(q_len):
@@ -130,3 +144,78 @@ class ReferenceAttention:
                 word = int(tree.ancestors[row])
                 seen = [*range(first), *(first + j for j in range(int(tree.num_slots[span])) if word >> j & 1)]
         return seen[-self._window :]
+
+
+class TritonAttention(VarlenAttention):
+    """Paceline's own kernel for spans of few rows (decode, verify), trees included; `VarlenAttention` for the others.
+
+    Args:
+        group_size: query heads per KV head.
+        device: of query and cache.
+    """
+
+    def __init__(self, *, group_size: int, device: torch.device) -> None:
+        super().__init__(device=device)
+        from engine.kernels.paged_attention import MAX_PACKED, paged_attention
+
+        self._paged_attention = paged_attention
+        self._max_q = MAX_PACKED // group_size
+
+    def masks_trees(self, max_q: int) -> bool:
+        return max_q <= self._max_q
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        prepared: Prepared,
+    ) -> torch.Tensor:
+        if not isinstance(prepared, PagedSpans) or prepared.max_q > self._max_q:
+            return super().attend(query, k_cache, v_cache, prepared)
+        out: torch.Tensor = self._paged_attention(
+            *(query, k_cache, v_cache, prepared.cu_q, prepared.kv_lens, prepared.block_tables),
+            *(prepared.num_tree_slots, prepared.ancestors, prepared.max_q, prepared.max_kv),
+        )
+        return out
+
+
+class Fp8Attention(TritonAttention):
+    """Paceline's own kernel for all spans of a cache in FP8, which flash attention does not read. A span of more rows
+    than a program takes is cut into several, each over the KV slots up to its last row.
+
+    Args:
+        group_size: query heads per KV head.
+        device: of query and cache.
+    """
+
+    def __init__(self, *, group_size: int, device: torch.device) -> None:
+        super().__init__(group_size=group_size, device=device)
+        self._max_q = max(1, FP8_PACKED // group_size)
+
+    def masks_trees(self, max_q: int) -> bool:
+        del max_q
+        return True
+
+    def prepare(self, forward_input: ForwardInput, *, block_size: int) -> Prepared:
+        """As `Attention.prepare`. Nothing is read from the device."""
+        return self._spans(cut_spans(forward_input, self._max_q), block_size)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        prepared: Prepared,
+    ) -> torch.Tensor:
+        """As `Attention.attend`.
+
+        Raises:
+            ConfigError: a forward is recorded whose spans are longer than a program takes.
+        """
+        if isinstance(prepared, PagedSpans) and prepared.max_q > self._max_q:
+            raise ConfigError(
+                f"cuda_graphs: on with kv_cache_dtype fp8 takes {self._max_q} rows per request of this model, and "
+                f"speculative.k makes {prepared.max_q}; lower speculative.k, or set cuda_graphs to off"
+            )
+        return super().attend(query, k_cache, v_cache, prepared)

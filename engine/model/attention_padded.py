@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from msgspec import structs
 
 from engine.core.step import ForwardInput
-from engine.quantization.kv_cache import dequantised
+from engine.quantization.kv_cache import RECORDS, dequantised
 from engine.sampling.staging import to_device
 
 
@@ -236,11 +236,11 @@ class PaddedAttention:
 
     def _gather(self, cache: torch.Tensor, group: _Group) -> torch.Tensor:
         """K or V of a group, [B, num_kv_heads, kv_len, head_dim]: a view of one contiguous copy of its blocks, or of
-        what int8 blocks stand for."""
+        what blocks of records stand for."""
         num_blocks, _, num_kv_heads, width = cache.shape
         tokens = cache.view(num_blocks, -1).index_select(0, group.blocks)
         tokens = tokens.view(group.num_spans, -1, num_kv_heads, width)[:, : group.kv_len]
-        if cache.dtype is torch.int8:
+        if cache.dtype in RECORDS:
             tokens = dequantised(tokens, self._dtype)
         return tokens.transpose(1, 2)
 

@@ -231,40 +231,6 @@ class VarlenAttention:
         return _on_device(tensors, max(2, int(paths.q_lens.max())), int(kv_lens.max())), rows, slots, hidden
 
 
-class TritonAttention(VarlenAttention):
-    """Paceline's own kernel for spans of few rows (decode, verify), trees included; `VarlenAttention` for the others.
-
-    Args:
-        group_size: query heads per KV head.
-        device: of query and cache.
-    """
-
-    def __init__(self, *, group_size: int, device: torch.device) -> None:
-        super().__init__(device=device)
-        from engine.kernels.paged_attention import MAX_PACKED, paged_attention
-
-        self._paged_attention = paged_attention
-        self._max_q = MAX_PACKED // group_size
-
-    def masks_trees(self, max_q: int) -> bool:
-        return max_q <= self._max_q
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        prepared: Prepared,
-    ) -> torch.Tensor:
-        if not isinstance(prepared, PagedSpans) or prepared.max_q > self._max_q:
-            return super().attend(query, k_cache, v_cache, prepared)
-        out: torch.Tensor = self._paged_attention(
-            *(query, k_cache, v_cache, prepared.cu_q, prepared.kv_lens, prepared.block_tables),
-            *(prepared.num_tree_slots, prepared.ancestors, prepared.max_q, prepared.max_kv),
-        )
-        return out
-
-
 def _paged(
     q_lens: npt.NDArray[Any], kv_lens: npt.NDArray[Any], block_tables: npt.NDArray[Any], block_size: int
 ) -> list[npt.NDArray[Any]]:

@@ -28,15 +28,15 @@ from engine.model.device import Compute
 from engine.model.layers import Block, GatedMlp, Linear, RmsNorm
 from engine.model.native.matrices import PackedWeights
 from engine.model.rope import Rope, Rotation
-from engine.quantization.kv_cache import quantised
+from engine.quantization.kv_cache import RECORDS, quantised
 from engine.quantization.weight import Quantised
 from engine.sampling.staging import to_device, with_device_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """KV cache of one layer. Keys and values are [num_blocks, block_size, G, D] each. In int8 the last dimension is a
-    record of D + 4 elements, see `engine.quantization.kv_cache`."""
+    """KV cache of one layer. Keys and values are [num_blocks, block_size, G, D] each. In int8 and FP8 the last
+    dimension is a record of D + 4 elements, see `engine.quantization.kv_cache`."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -49,7 +49,7 @@ class LayerCache:
             keys, values: [N, G, D].
         """
         for cache, rows in ((self.keys, keys), (self.values, values)):
-            records = quantised(rows) if cache.dtype is torch.int8 else rows
+            records = quantised(rows, cache.dtype) if cache.dtype in RECORDS else rows
             cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, records)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.quantization.kv_cache import FP8, INT8
 from engine.threads import threads_per_shard
 
 
@@ -66,13 +67,13 @@ def pick_dtype(wanted: str) -> torch.dtype:
 
 
 def pick_kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
-    """The element type of the target's KV cache.
+    """The element type of the target's KV cache, as `engine.quantization.kv_cache` has it.
 
     Args:
         config: of the engine.
         dtype: of the model.
     """
-    return torch.int8 if config.kv_cache_dtype == "int8" else dtype
+    return {"auto": dtype, "int8": INT8, "fp8": FP8}[config.kv_cache_dtype]
 
 
 def set_threads(config: EngineConfig, *, own_threads: bool = False) -> None:

@@ -52,6 +52,7 @@ def load_model(
     max_model_len: int | None = None,
     packed: bool = True,
     adapt: Adapt | None = None,
+    fp8_cache: bool = False,
 ) -> Model:
     """Load one shard of a model.
 
@@ -67,10 +68,11 @@ def load_model(
         packed: let the native kernel multiply quantised weights as they are. The result has the same bits as with
             dequantised ones.
         adapt: wraps the layers of a model before it is made. The native kernel computes what is in the wrappers.
+        fp8_cache: whether the KV cache will have the element type `FP8`.
 
     Raises:
         ConfigError: the model's family is not supported, it cannot be divided into so many shards, or `kernel` is
-            `native` or `triton` and does not support this model or machine.
+            `native` or `triton` and does not support this model or machine, or `fp8_cache` does not.
     """
     config = ModelConfig.load(folder).for_context(max_model_len)
     compute = Compute(dtype, torch.device(device), kernel)
@@ -88,6 +90,7 @@ def load_model(
         target_folder=target_folder,
         feature_layers=feature_layers,
         adapt=adapt,
+        fp8_cache=fp8_cache,
     )
 
 
@@ -178,6 +181,7 @@ def _load_decoder(
     target_folder: Path | None,
     feature_layers: tuple[int, ...],
     adapt: Adapt | None = None,
+    fp8_cache: bool = False,
 ) -> Model:
     """Load the decoder from `files`, for the fastest kernels. Arguments and errors are those of `load_model`.
 
@@ -212,6 +216,10 @@ def _load_decoder(
         fused = compute.kernel == "triton"
         if fused and config.beyond_llama is not None:
             raise ConfigError(f"kernel: triton does not compute {config.beyond_llama}; allowed: auto, torch")
+        if fp8_cache and config.head_dim & (config.head_dim - 1):
+            raise ConfigError(
+                f"kv_cache_dtype: fp8 takes heads of a power of two, not {config.head_dim}; allowed: auto"
+            )
         heads, kv_heads = shard.query_heads(config), shard.kv_heads(config)
         attention = {
             window: make_attention(
@@ -220,6 +228,7 @@ def _load_decoder(
                 dtype=compute.dtype,
                 device=compute.device,
                 window=window,
+                fp8_cache=fp8_cache,
             )
             for window in set(config.windows or (0,))
         }

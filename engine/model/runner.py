@@ -35,7 +35,8 @@ class ModelRunner:
         model: from `load_model`; gives dtype and device.
         num_blocks: blocks of the cache, the scratch block included.
         block_size: tokens per block.
-        kv_dtype: type of the cache's elements; int8 stands for quantised keys and values. None takes the model's.
+        kv_dtype: type of the cache's elements; int8 and uint8 stand for quantised keys and values. None takes
+            the model's.
     """
 
     def __init__(self, model: Model, *, num_blocks: int, block_size: int, kv_dtype: torch.dtype | None = None) -> None:

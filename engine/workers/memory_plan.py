@@ -17,7 +17,10 @@ from engine.config import DRAFT_METHODS, EngineConfig
 from engine.errors import ConfigError
 from engine.graphs.buckets import make_buckets, row_sizes
 from engine.graphs.chain_rows import KINDS, WHOLE_ROWS
+from engine.kernels import PARTIAL_BYTES
 from engine.lora.adapter_files import num_adapter_values
+from engine.model.device import pick_kv_dtype
+from engine.model.runner import kv_bytes_per_token
 
 GIB = 1 << 30
 WEIGHTS, ACTIVATIONS, NCCL = "weights", "activations", "NCCL"
@@ -116,7 +119,7 @@ def plan_memory(
         config: of the target.
         rank: of the shard. Shard 0 shares its device with the draft and computes all logits.
         device_bytes: bytes of the device that are not used by others.
-        dtype: of weights, activations and KV cache.
+        dtype: of weights, activations and, unless the settings say otherwise, KV cache.
     """
     shard = ShardSpec(rank, engine.tensor_parallel_size)
     has_draft = rank == 0 and engine.speculative.method in DRAFT_METHODS
@@ -141,8 +144,7 @@ def plan_memory(
         features = FEATURE_BYTES if engine.speculative.method in ("eagle", "medusa") else 0
         parts.append(Part(f"draft ({share:.0%} of the device)", int(device_bytes * share)))
         parts.append(Part("draft buffer", buffer + features))
-    per_token = 2 * config.num_layers * _length(shard.kv_heads(config)) * config.head_dim * dtype.itemsize
-    return MemoryPlan(device_bytes, tuple(parts), per_token)
+    return MemoryPlan(device_bytes, tuple(parts), kv_bytes_per_token(config, shard, pick_kv_dtype(engine, dtype)))
 
 
 def weight_bytes(config: ModelConfig, shard: ShardSpec, dtype: torch.dtype) -> int:
@@ -160,6 +162,8 @@ def activation_bytes(engine: EngineConfig, config: ModelConfig, shard: ShardSpec
     """Upper bound of the bytes that one step holds besides weights and caches."""
     rows = engine.max_step_tokens
     layers = _layer_bytes(rows, config, shard, dtype)
+    if engine.kernel == "triton" or engine.kv_cache_dtype == "fp8":
+        layers += PARTIAL_BYTES
     if shard.rank > 0:
         local_logits: int = rows * dtype.itemsize * 2 * _length(shard.part(config.vocab_size))
         return layers + local_logits

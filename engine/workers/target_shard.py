@@ -127,6 +127,7 @@ class TargetShard:
             max_model_len=config.max_model_len,
             packed=config.packed == "auto",
             adapt=None if self._adapters is None else self._adapters.wrap,
+            fp8_cache=config.kv_cache_dtype == "fp8",
         )
         if self._adapters is not None:
             self._adapters.bind(model)
@@ -213,8 +214,7 @@ class TargetShard:
                 max_spans=self.config.max_num_requests,
                 max_blocks_per_span=-(-self.max_model_len // self.config.kv_block_size) + 1,
             )
-            receivers = self.config.tensor_parallel_size - 1
-            self._sender = ForwardSender(spec, num_receivers=receivers, node_id=self.node_id)
+            self._sender = ForwardSender(spec, num_receivers=self.config.tensor_parallel_size - 1, node_id=self.node_id)
         return self._sender.handle(rank)
 
     def follow(self, handle: ForwardHandle) -> None:

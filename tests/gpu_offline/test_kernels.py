@@ -37,7 +37,11 @@ def run(script: str, argument: str, cache: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["elementwise", "rope_cache", "paged_attention", "fused_decoder", "choose"])
+CHECKS = ("elementwise", "rope_cache", "paged_attention", "fused_decoder", "choose")
+FP8_CHECKS = ("e4m3", "fp8_rope_cache", "fp8_attention")
+
+
+@pytest.mark.parametrize("name", [*CHECKS, *FP8_CHECKS])
 def test_a_kernel_equals_its_twin(name: str, tmp_path: Path) -> None:
     run("kernel_checks.py", name, tmp_path)
 
@@ -45,7 +49,7 @@ def test_a_kernel_equals_its_twin(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_kernels_compile_without_spills(arch: int, tmp_path: Path) -> None:
     report = json.loads(run("kernel_compile.py", str(arch), tmp_path))
-    assert len(report) == 12
+    assert len(report) == 19
     for name, used in report.items():
         assert used["LOCAL"] == 0, (name, used)
         assert used["STACK"] == 0, (name, used)

@@ -66,7 +66,7 @@ def measured(
 ) -> tuple[int, TargetShard, FakeMemory]:
     """Blocks that a shard finds; the shard; and the memory, in which nothing but the weights is left."""
     with fake_cuda() as recorder, PeakMemory() as tensors:
-        shard = fake_shard(shape, rank=rank, **SMALL | {"device": "auto"} | engine)
+        shard = fake_shard(shape, rank=rank, **SMALL | engine)
         del shard.runner
         memory = FakeMemory(tensors, device_bytes=device_bytes, taken_bytes=CONTEXT_BYTES)
         memory.give_back()
@@ -120,7 +120,7 @@ def test_a_peak_above_the_estimate_is_logged_with_both_numbers(caplog: pytest.Lo
     """Attention in float32 gathers the KV cache, which no estimate of activations knows."""
     caplog.set_level(logging.INFO)
     with fake_cuda() as recorder, PeakMemory() as tensors:
-        shard = fake_shard(LLAMA_8B, **SMALL | {"device": "auto", "max_num_requests": 2, "max_step_tokens": 16})
+        shard = fake_shard(LLAMA_8B, **SMALL | {"max_num_requests": 2, "max_step_tokens": 16})
         shard._model._attention = {0: make_attention("padded", group_size=4, dtype=torch.bfloat16, device=CUDA)}
         memory = FakeMemory(tensors, device_bytes=40 * GIB)
         shard.measure(memory, recorder.event)
@@ -149,6 +149,6 @@ def test_a_step_that_does_not_fit_is_refused_with_what_to_change() -> None:
             return 1.0
 
     with fake_cuda(), PeakMemory() as tensors:
-        shard = fake_shard(LLAMA_8B, **SMALL | {"device": "auto"})
+        shard = fake_shard(LLAMA_8B, **SMALL)
         with pytest.raises(ConfigError, match=r"largest step does not fit(?s:.*)Lower max_step_tokens"):
             shard.measure(FakeMemory(tensors, device_bytes=9 * GIB), Full)

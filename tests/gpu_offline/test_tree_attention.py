@@ -16,7 +16,7 @@ import varlen_contract
 from fake_cuda import CUDA, fake_cuda
 from fake_graphs import Guarded, Recording
 from fake_models import fake_decoder
-from fake_steps import MODES, K, batch_of, fake_proposer, fake_shard, request_rows, verifier_of
+from fake_steps import MODES, K, batch_of, fake_proposer, fake_shard, request_rows, tree_draft, verifier_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_shapes import LLAMA_8B, LLAMA_70B, QWEN3_8B
@@ -164,13 +164,6 @@ def test_padded_replay_of_trees_gives_the_eager_result(family: str, tmp_path: Pa
         assert torch.isfinite(one).all()
         assert (one - other).abs().max() <= 0.03 * other.abs().max()
     assert num_trees > 6
-
-
-def tree_draft(num: int) -> Draft:
-    """Drafts of two paths, as prompt lookup makes them; every third one is a chain."""
-    return Draft(
-        tuple(DraftRow((ord("b"),) * K, parents=() if index % 3 == 2 else (-1, 0, 1, -1, 3)) for index in range(num))
-    )
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -92,6 +92,15 @@ def test_a_plan_is_printed_as_a_table_and_as_json(capsys: pytest.CaptureFixture[
     assert first["tokens_per_s"] > first["plain_tokens_per_s"]
 
 
+def test_a_plan_counts_the_records_of_a_quantised_kv_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    """Llama 3.1 8B keeps heads of 128 values: 256 bytes in bfloat16, 132 in FP8."""
+    tokens = {}
+    for dtype in ("auto", "fp8"):
+        assert main(["plan", "llama-3.1-8b", "--gpus", "L4", "--kv-cache-dtype", dtype, "--json"]) == 0
+        tokens[dtype] = json.loads(capsys.readouterr().out)["kv_tokens"]
+    assert 1.8 < tokens["fp8"] / tokens["auto"] < 256 / 132
+
+
 def test_a_plan_of_this_cpu_uses_the_costs_that_the_server_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,6 +134,7 @@ def test_a_plan_of_this_cpu_uses_the_costs_that_the_server_measured(
         (["llama-3.1-8b", "--gpus", "L4", "--context", "0"], "--context: 0 given"),
         (["llama-3.1-8b", "--gpus", "L4", "--streams", "513"], "--streams: allowed are 1 to --max-step-tokens"),
         (["llama-3.1-8b", "--gpus", "L4", "--draft", "eagle", "--k", "99"], "speculative.k"),
+        (["llama-3.1-8b", "--gpus", "L4", "--kv-cache-dtype", "int8"], "int8 given, but device is cuda"),
         (["smollm2", "--tp", "2"], "--tp: 2 given; a plan of this CPU has one shard"),
     ],
 )
@@ -214,14 +224,18 @@ def test_check_knows_serve_s_own_schema(tmp_path: Path, capsys: pytest.CaptureFi
     assert "proxy_location" in capsys.readouterr().err
 
 
-def test_check_says_that_an_int8_cache_is_lossy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("device", "kv_dtype"), [("cpu", "int8"), ("cuda", "fp8")])
+def test_check_says_that_a_quantised_cache_is_lossy(
+    device: str, kv_dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     values = yaml_config.load(yaml_config.DEFAULT_FILE)
-    path = tmp_path / "int8.yaml"
-    for kv_dtype, is_said in (("auto", False), ("int8", True)):
-        yaml_config.only_application(values)["args"]["engine"]["kv_cache_dtype"] = kv_dtype
+    path = tmp_path / "lossy.yaml"
+    engine = yaml_config.only_application(values)["args"]["engine"]
+    for chosen in ("auto", kv_dtype):
+        engine |= {"device": device, "kv_cache_dtype": chosen}
         path.write_text(yaml.safe_dump(values))
         assert main(["check", str(path)]) == 0
-        assert ("KV cache: int8, which is lossy" in capsys.readouterr().out) == is_said
+        assert (f"KV cache: {kv_dtype}, which is lossy" in capsys.readouterr().out) == (chosen == kv_dtype)
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:

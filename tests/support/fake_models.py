@@ -23,6 +23,7 @@ from engine.model.eagle_head import EagleHead
 from engine.model.fused_decoder import FusedDecoder
 from engine.model.layers import RmsNorm, make_linear
 from engine.model.shard_weights import Loader
+from engine.quantization.kv_cache import FP8, record_len
 
 NUM_BLOCKS = 40
 
@@ -58,6 +59,7 @@ def fake_decoder(
     collectives: Collectives | None = None,
     feature_layers: tuple[int, ...] = (),
     fused: bool = False,
+    fp8_cache: bool = False,
 ) -> tuple[Decoder, list[LayerCache]]:
     """A decoder with `num_layers` layers of this shape, and its cache."""
     config = ModelConfig.parse(shape | {"num_hidden_layers": num_layers})
@@ -67,13 +69,16 @@ def fake_decoder(
     files: Any = ShapeFiles()
     weights = Loader(config, files, compute, shard=shard, linear="auto").decoder(None)
     fold = config.num_heads // config.num_kv_heads
-    attention = make_attention("triton" if fused else "auto", group_size=fold, dtype=torch.bfloat16, device=CUDA)
+    attention = make_attention(
+        "triton" if fused else "auto", group_size=fold, dtype=torch.bfloat16, device=CUDA, fp8_cache=fp8_cache
+    )
     decoder = (FusedDecoder if fused else Decoder)(
         config, weights, compute, collectives=group, attention={0: attention}, feature_layers=feature_layers
     )
-    size = (NUM_BLOCKS, CUDA_PAGE, decoder.num_kv_heads, config.head_dim)
+    kv_dtype = FP8 if fp8_cache else torch.bfloat16
+    size = (NUM_BLOCKS, CUDA_PAGE, decoder.num_kv_heads, record_len(config.head_dim, kv_dtype))
     caches = [
-        LayerCache(*(torch.zeros(size, dtype=torch.bfloat16, device=CUDA) for _ in range(2))) for _ in range(num_layers)
+        LayerCache(*(torch.zeros(size, dtype=kv_dtype, device=CUDA) for _ in range(2))) for _ in range(num_layers)
     ]
     return decoder, caches
 

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from engine.config import CUDA_PAGE, EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.core.request import Request
-from engine.core.step import Batch, ForwardResult, Span
+from engine.core.step import Batch, Draft, DraftRow, ForwardResult, Span
 from engine.core.verifier import Verifier
 from engine.draft.architectures import EagleArchitecture, PlainArchitecture
 from engine.draft.messages import DraftRequestRow
@@ -67,7 +67,7 @@ def fake_shard(
 ) -> TargetShard:
     """A shard of a target of this shape with three layers, as after `allocate`. Settings are those of the engine."""
     config = EngineConfig.parse(
-        {"model": "m", "block_size": CUDA_PAGE, "tensor_parallel_size": tp, "kernel": "torch"}
+        {"model": "m", "device": "cuda", "tensor_parallel_size": tp, "kernel": "torch"}
         | {"speculative": {"tree": tree}}
         | settings
     )
@@ -76,7 +76,12 @@ def fake_shard(
         backend = FakeProcessGroup._create_internal(rank, tp)
         shard._collectives = Group(backend, rank=rank, size=tp, device=CUDA, timeout_s=5.0)
     shard._model, _ = fake_decoder(
-        shape, num_layers=3, collectives=shard._collectives, feature_layers=shard.feature_layers
+        shape,
+        num_layers=3,
+        collectives=shard._collectives,
+        feature_layers=shard.feature_layers,
+        fused=config.kernel == "triton",
+        fp8_cache=config.kv_cache_dtype == "fp8",
     )
     shard.allocate(NUM_BLOCKS, 4096)
     return shard
@@ -104,6 +109,13 @@ def batch_of(samplings: list[SamplingParams], k: int, *, vocab_size: int | None 
         request.logits_processor = LogitsProcessor.make(options, grammars) if options is not None else None
         spans.append(Span(request, 3, 1, k, samples, "plan"))
     return Batch(1, tuple(spans), 0)
+
+
+def tree_draft(num: int) -> Draft:
+    """Drafts of two paths, as prompt lookup makes them; every third one is a chain."""
+    return Draft(
+        tuple(DraftRow((ord("b"),) * K, parents=() if index % 3 == 2 else (-1, 0, 1, -1, 3)) for index in range(num))
+    )
 
 
 def fake_proposer(kind: str, shape: dict[str, Any], **options: Any) -> tuple[Proposer, torch.Tensor | None]:

@@ -14,19 +14,24 @@ import tempfile
 from pathlib import Path
 
 import torch
+import triton
+import triton.language as tl
 from tiny_models import write_model
 
 from engine.core.packing import SpanRows, pack_spans
 from engine.kernels.choose import choose, choose_reference
+from engine.kernels.e4m3 import decoded, encoded
 from engine.kernels.elementwise import add_rms_norm, add_rms_norm_reference, silu_mul, silu_mul_reference
-from engine.kernels.paged_attention import paged_attention, paged_attention_reference
+from engine.kernels.paged_attention import num_splits, paged_attention, paged_attention_reference
 from engine.kernels.rope_cache import rope_cache, rope_cache_reference
-from engine.model.attention import make_attention
+from engine.model.attention import Fp8Attention, ReferenceAttention, make_attention
 from engine.model.collectives import Solo
 from engine.model.decoder import Decoder, LayerCache
 from engine.model.device import Compute
 from engine.model.fused_decoder import FusedDecoder
 from engine.model.load import load_model
+from engine.quantization.kv_cache import FP8, dequantised, quantised
+from engine.tree import ancestor_masks
 
 BOUND = {torch.float32: 2e-5, torch.float16: 6e-3}
 """By element type. The interpreter has no correct bfloat16; the kernels treat both 16-bit types alike."""
@@ -74,6 +79,8 @@ def check_rope_cache() -> None:
 
 
 def check_paged_attention() -> None:
+    assert [num_splits(rows, 32, 128, 131_072) for rows in (1, 64, 512, 4096)] == [256, 64, 8, 1]
+    assert [num_splits(1, 32, 128, max_kv) for max_kv in (1, 512, 513)] == [1, 1, 2]
     for dtype in BOUND:
         for heads, kv_heads, dim, block in ((4, 1, 32, 64), (8, 2, 16, 128)):
             q_lens, kv_lens = [1, 4, 3, 2], [70, 4, 600, 129]
@@ -91,6 +98,83 @@ def check_paged_attention() -> None:
                 arguments = (query, keys, values, cu_q, lens, table, *trees, 4, 600)
                 close(paged_attention(*arguments), paged_attention_reference(*arguments))
             assert not torch.equal(paged_attention(*arguments), paged_attention(*arguments[:6], None, None, 4, 600))
+
+
+@triton.jit
+def code_kernel(numbers, codes, back, SIZE: tl.constexpr):
+    """Codes of numbers, and what they stand for."""
+    place = tl.arange(0, SIZE)
+    found = encoded(tl.load(numbers + place))
+    tl.store(codes + place, found)
+    tl.store(back + place, decoded(found).to(tl.float32) * 256.0)
+
+
+def check_e4m3() -> None:
+    """Every code, the middle between each two, numbers beside it, and random ones of any size."""
+    every = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    exact = every[every.isfinite()]
+    middles = (exact.sort().values[1:] + exact.sort().values[:-1]) / 2
+    near = torch.cat((middles.nextafter(torch.tensor(1e9)), middles.nextafter(torch.tensor(-1e9))))
+    num_random = 2048 - len(exact) - len(middles) - len(near)
+    random = torch.randn(num_random) * torch.logspace(-4, 2, num_random)
+    numbers = torch.cat((exact, middles, near, random)).clamp(-448, 448)
+    codes, back = torch.zeros(2048, dtype=torch.uint8), torch.zeros(2048)
+    code_kernel[(1,)](numbers, codes, back, SIZE=2048)
+    expected = numbers.to(torch.float8_e4m3fn)
+    assert torch.equal(codes, expected.view(torch.uint8))
+    assert torch.equal(back, expected.float())
+
+
+def records_of(cache: torch.Tensor) -> torch.Tensor:
+    return quantised(cache * torch.rand(*cache.shape[:3], 1) * 3, FP8)
+
+
+def check_fp8_rope_cache() -> None:
+    """The scales differ in their last bit at most. The codes are the same but where that bit moves a middle."""
+    for dtype in BOUND:
+        heads, kv_heads, dim = 4, 2, 64
+        qkv = torch.randn(5, heads + 2 * kv_heads, dim).to(dtype)
+        qkv[2, heads:] = 0
+        cos, sin = torch.ones(5, 1, dim, dtype=dtype), torch.zeros(5, 1, dim, dtype=dtype)
+        slots = torch.tensor([3, 0, 30, 17, 8])
+        results = []
+        for run in (rope_cache, rope_cache_reference):
+            copy, caches = qkv.clone(), [torch.zeros(2, 16, kv_heads, dim + 4, dtype=torch.uint8) for _ in range(2)]
+            run(copy, cos, sin, slots, *caches, None, None, 1e-6)
+            results.append([copy, *(dequantised(cache, torch.float32) for cache in caches)])
+        for found, expected in zip(*results, strict=True):
+            close(found, expected)
+        for cache, rows in zip(results[0][1:], (qkv[:, heads:-kv_heads], qkv[:, -kv_heads:]), strict=True):
+            off = (cache.view(-1, kv_heads, dim)[slots] - rows.float()).abs()
+            assert (off <= rows.float().abs() / 16 + rows.float().abs().amax(-1, keepdim=True) / 448 / 512).all()
+            assert not cache.view(-1, kv_heads, dim)[30].any()
+            assert int((cache.view(-1, kv_heads * dim) != 0).any(1).sum()) == 4
+
+
+def check_fp8_attention() -> None:
+    """The kernel against its twin; then the attention of a model, prompts longer than a program and trees included,
+    against plain loops over the dequantised cache."""
+    for dtype in BOUND:
+        heads, kv_heads, dim = 4, 1, 32
+        keys, values = (records_of(torch.randn(40, 64, kv_heads, dim)) for _ in range(2))
+        table = torch.randperm(39)[: 3 * 10].view(3, 10).int()
+        query = torch.randn(8, heads, dim).to(dtype)
+        cu_q, lens = (torch.tensor(each, dtype=torch.int32) for each in ([0, 1, 5, 8], [70, 4, 600]))
+        slots, words = torch.tensor([0, 3, 5], dtype=torch.int32), torch.tensor([0, 0, 1, 2, 5, 5, 9, 22])
+        for trees in ((None, None), (slots, words)):
+            arguments = (query, keys, values, cu_q, lens, table, *trees, 4, 600)
+            close(paged_attention(*arguments), paged_attention_reference(*arguments))
+    group, block = 8, 64
+    prompts = [SpanRows([1] * 40, 3, [1], 1), SpanRows([1] * 16, 0, [2], 1), SpanRows([1], 100, [3, 4], 1)]
+    masks = ancestor_masks((-1, 0, 0, 1, *range(3, 16)))
+    tree = SpanRows([1] * 19, 50, [5, 6], 1, list(range(50, 69)), num_tree_slots=17, ancestors=masks)
+    attention = Fp8Attention(group_size=group, device=torch.device("cpu"))
+    for spans in (prompts, [*prompts, tree]):
+        plan = pack_spans(spans, block)
+        query = torch.randn(len(plan.token_ids), group, 16)
+        caches = [records_of(torch.randn(8, block, 1, 16)) for _ in range(2)]
+        found = attention.attend(query, *caches, attention.prepare(plan, block_size=block))
+        close(found, ReferenceAttention().attend(query, *caches, plan))
 
 
 def check_choose() -> None:

@@ -20,10 +20,14 @@ from triton.compiler import ASTSource
 
 from engine.kernels.choose import COLUMNS, choose_kernel
 from engine.kernels.elementwise import add_rms_norm_kernel, silu_mul_kernel
-from engine.kernels.paged_attention import KEYS, attend_split_kernel, combine_kernel, num_warps
+from engine.kernels.paged_attention import FP8_KEYS, KEYS, attend_split_kernel, combine_kernel, num_warps
 from engine.kernels.rope_cache import rope_cache_kernel
 
-BF16, F32, I32, I64 = "*bf16", "*fp32", "*i32", "*i64"
+BF16, F32, I32, I64, U8 = "*bf16", "*fp32", "*i32", "*i64", "*u8"
+CACHES = {"": (0, KEYS, [BF16] * 4), ", FP8": (132, FP8_KEYS, [U8, U8, F32, F32])}
+"""Size of a record, keys of a step, and types of the keys, the values and their scales."""
+ROWS = ((4, 16, False), (4, 32, False), (8, 64, False), (4, 32, True), (8, 64, True))
+"""Query heads per KV head, rows x heads, and whether drafts branch."""
 _ROPE = {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "BLOCK": 128}
 _ATTEND = {"KV_HEADS": 8, "DIM": 128, "PAGE": 256, "SPLITS": 8}
 
@@ -41,22 +45,24 @@ KERNELS: dict[str, tuple[Any, list[str], dict[str, Any], int]] = {
         for draws in (False, True)
     },
     **{
-        f"rope_cache, norm {norm}": (
+        f"rope_cache, norm {norm}{cache}": (
             rope_cache_kernel,
-            [BF16, BF16, BF16, I64, BF16, BF16, BF16, BF16, "fp32"],
-            _ROPE | {"HAS_NORM": norm},
+            [BF16, BF16, BF16, I64, BF16, BF16, *types, "fp32"],
+            _ROPE | {"HAS_NORM": norm, "RECORD": record},
             1,
         )
         for norm in (False, True)
+        for cache, (record, _, types) in CACHES.items()
     },
     **{
-        f"attend_split, {rows} rows, trees {trees}": (
+        f"attend_split, {rows} rows, trees {trees}{cache}": (
             attend_split_kernel,
-            [BF16, BF16, BF16, I32, I32, I32, I32, I64, F32, F32, F32, "fp32", "i32", "i32"],
-            _ATTEND | {"GROUP": group, "ROWS": rows, "BLOCK": KEYS, "TREES": trees},
+            [BF16, *types, I32, I32, I32, I32, I64, F32, F32, F32, "fp32", "i32", "i32"],
+            _ATTEND | {"GROUP": group, "ROWS": rows, "BLOCK": keys, "TREES": trees, "RECORD": record},
             num_warps(rows),
         )
-        for group, rows, trees in ((4, 16, False), (4, 32, False), (8, 64, False), (4, 32, True), (8, 64, True))
+        for cache, (record, keys, types) in CACHES.items()
+        for group, rows, trees in ROWS
     },
 }
 """Kernel, types of its arguments, its constants for Llama 3.1 shapes, and warps."""

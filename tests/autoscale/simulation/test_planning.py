@@ -183,9 +183,10 @@ def test_gpus_are_parsed(text: str, count: int) -> None:
 LINEAR = CostTable(tuple(0.010 + 0.001 * rows for rows in ROW_KNOTS), (0.002,) * len(BATCH_KNOTS), handoff_s=0.001)
 
 
-def of_cpu(table: CostTable, method: str, acceptance: float = 0.8) -> Plan:
+def of_cpu(table: CostTable, method: str, acceptance: float = 0.8, **settings: str) -> Plan:
     draft = {} if method == "none" else {"draft": "d"}
-    engine = EngineConfig.parse({"model": "m", "device": "cpu", "speculative": {"method": method, "k": 4, **draft}})
+    speculative = {"method": method, "k": 4, **draft}
+    engine = EngineConfig.parse({"model": "m", "device": "cpu", "speculative": speculative, **settings})
     traffic = Traffic(streams=(1, 4), context_len=100, acceptance=acceptance)
     weights = weight_bytes(smollm2(), WHOLE, torch.bfloat16)
     return plan_cpu(engine, smollm2(), table, traffic, weights=weights, kv_budget=GIB, num_cores=2)
@@ -209,6 +210,7 @@ def test_a_measured_table_gets_what_it_lacks() -> None:
     assert plan.memory[0].parts[0].name == "weights"
     assert len(of_cpu(LINEAR, "draft_model").memory[0].parts) == len(plan.memory[0].parts) + 1, "the draft's process"
     assert plan.kv_tokens == GIB // (2 * 30 * 3 * 64 * 2)
+    assert of_cpu(LINEAR, "none", kv_cache_dtype="int8").kv_tokens == GIB // (2 * 30 * 3 * (64 + 4))
     assert plan.longest_context == 8192
 
 
