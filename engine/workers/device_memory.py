@@ -27,6 +27,7 @@ from engine.workers.memory_plan import (
     GIB,
     LEAST_CONTEXT,
     MemoryPlan,
+    draft_process_bytes,
     plan_memory,
 )
 
@@ -35,6 +36,10 @@ _log = logging.getLogger(__name__)
 
 class DeviceMemory(Protocol):
     """The memory of one device. All values are bytes."""
+
+    def total(self) -> int:
+        """All of the device."""
+        ...
 
     def free(self) -> int:
         """What no process has taken."""
@@ -71,9 +76,11 @@ class CudaMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
+    def total(self) -> int:
+        return int(torch.cuda.mem_get_info(self._device)[1])
+
     def free(self) -> int:
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return int(free)
+        return int(torch.cuda.mem_get_info(self._device)[0])
 
     def reserved(self) -> int:
         return int(torch.cuda.memory_reserved(self._device))
@@ -174,8 +181,16 @@ def fitting_blocks(engine: EngineConfig, model: Model, plan: MemoryPlan | None) 
 
 
 def _plan(engine: EngineConfig, model: Model, memory: DeviceMemory) -> MemoryPlan:
+    """The estimate for what this shard and its draft can use.
+
+    The draft loads at the same time. What others hold counts as the draft's, as far as the draft may hold that much;
+    the plan has parts for it, which would be taken off twice otherwise.
+    """
+    config, rank = model.config, model.shard.rank
     available = memory.free() + memory.reserved() + CONTEXT_BYTES  # This process has its context already.
-    return plan_memory(engine, model.config, rank=model.shard.rank, device_bytes=available, dtype=model.dtype)
+    of_draft = draft_process_bytes(engine, config, rank=rank, device_bytes=memory.total())
+    available += max(0, min(memory.total() - available, of_draft))
+    return plan_memory(engine, config, rank=rank, device_bytes=available, dtype=model.dtype)
 
 
 def _check(engine: EngineConfig, model: Model, plan: MemoryPlan) -> None:

@@ -147,6 +147,19 @@ def plan_memory(
     return MemoryPlan(device_bytes, tuple(parts), kv_bytes_per_token(config, shard, pick_kv_dtype(engine, dtype)))
 
 
+def draft_process_bytes(engine: EngineConfig, config: ModelConfig, *, rank: int, device_bytes: int) -> int:
+    """Most bytes of a shard's device that the process of a draft holds by itself; 0 where there is none.
+
+    Args:
+        engine, config, rank: as `plan_memory` takes them.
+        device_bytes: of the whole device.
+    """
+    if rank > 0 or engine.speculative.method not in DRAFT_METHODS:
+        return 0
+    graphs = draft_graph_bytes(engine, config) if engine.cuda_graphs == "on" else 0
+    return CONTEXT_BYTES + int(device_bytes * engine.speculative.memory_fraction) + graphs
+
+
 def weight_bytes(config: ModelConfig, shard: ShardSpec, dtype: torch.dtype) -> int:
     """Bytes of the weights of one shard. Quantised ones are dequantised when they are loaded."""
     num_weights = config.num_weights(

@@ -22,7 +22,15 @@ from engine.errors import ConfigError
 from engine.model.attention import make_attention
 from engine.model.runner import kv_bytes_per_token
 from engine.workers.largest_step import LargestStep
-from engine.workers.memory_plan import CONTEXT_BYTES, GIB, RESERVE_FRACTION, activation_bytes, weight_bytes
+from engine.workers.memory_plan import (
+    CONTEXT_BYTES,
+    GIB,
+    RESERVE_FRACTION,
+    activation_bytes,
+    draft_graph_bytes,
+    draft_process_bytes,
+    weight_bytes,
+)
 from engine.workers.target_shard import TargetShard
 
 DRAFT = {"speculative": {"draft": "d", "k": 4}}
@@ -62,13 +70,14 @@ def test_the_largest_step_takes_every_row_that_the_scheduler_may_give(case: str)
 
 
 def measured(
-    shape: dict[str, Any], engine: dict[str, Any], *, device_bytes: int, rank: int = 0
+    shape: dict[str, Any], engine: dict[str, Any], *, device_bytes: int, rank: int = 0, of_others: int = 0
 ) -> tuple[int, TargetShard, FakeMemory]:
     """Blocks that a shard finds; the shard; and the memory, in which nothing but the weights is left."""
     with fake_cuda() as recorder, PeakMemory() as tensors:
-        shard = fake_shard(shape, rank=rank, **SMALL | engine)
+        shard = fake_shard(shape, rank=rank, **SMALL | engine | {"cuda_graphs": "off"})
+        object.__setattr__(shard.config, "cuda_graphs", engine.get("cuda_graphs", "off"))  # Nothing is recorded here.
         del shard.runner
-        memory = FakeMemory(tensors, device_bytes=device_bytes, taken_bytes=CONTEXT_BYTES)
+        memory = FakeMemory(tensors, device_bytes=device_bytes, taken_bytes=CONTEXT_BYTES + of_others)
         memory.give_back()
         weights = memory.allocated()
         blocks = shard.measure(memory, recorder.event)
@@ -102,6 +111,23 @@ def step_bytes(engine: EngineConfig, config: ModelConfig) -> int:
         )
         distributions = 0 if probs is None else probs.untyped_storage().nbytes()
     return distributions + 2 * CUDA_PAGE * kv_bytes_per_token(config)
+
+
+@pytest.mark.parametrize("graphs", ["off", "on"])
+def test_what_the_draft_holds_already_is_taken_off_once(graphs: str) -> None:
+    """It loads at the same time. What others hold beyond the most that a draft can is not there for the cache."""
+    engine = {**DRAFT, "max_num_requests": 8, "cuda_graphs": graphs}
+    device = 24 * GIB
+    config = ModelConfig.parse(LLAMA_8B)
+    most = draft_process_bytes(settings(**engine), config, rank=0, device_bytes=device)
+    of_graphs = draft_graph_bytes(settings(**engine), config) if graphs == "on" else 0
+    assert most == CONTEXT_BYTES + int(device * 0.1) + of_graphs
+    found = [measured(LLAMA_8B, engine, device_bytes=device, of_others=held)[0] for held in (0, GIB, most, most + GIB)]
+    assert found[0] == found[1] == found[2]
+    per_block = CUDA_PAGE * kv_bytes_per_token(config) * 3 // 32
+    assert found[2] - found[3] == pytest.approx(GIB * (1 - 0.1 - RESERVE_FRACTION) / per_block, abs=2)
+    assert draft_process_bytes(settings(), config, rank=0, device_bytes=device) == 0
+    assert draft_process_bytes(settings(**engine), config, rank=1, device_bytes=device) == 0
 
 
 def test_a_further_rank_measures_its_own_part() -> None:

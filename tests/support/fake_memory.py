@@ -18,10 +18,14 @@ class FakeMemory:
 
     def __init__(self, tensors: PeakMemory, *, device_bytes: int, taken_bytes: int = 0) -> None:
         self._tensors = tensors
+        self._total = device_bytes
         self._left = device_bytes - taken_bytes
         self._reserved = 0
         self.last_peak = 0
         """What `peak` returned last."""
+
+    def total(self) -> int:
+        return self._total
 
     def free(self) -> int:
         return self._left - self.reserved()
