@@ -162,10 +162,12 @@ class EngineConfig(Settings):
     """Reuse KV blocks of equal prompt prefixes."""
     num_threads: Annotated[int, Field(ge=1)] | None = None
     """CPU threads per shard. Default: the CPUs of the CPU set, as far as the quota allows, divided by shards."""
-    kernel: Literal["auto", "native", "torch", "triton"] = "auto"
+    kernel: Literal["auto", "native", "torch", "triton", "invariant"] = "auto"
     """Kernels of a bfloat16 forward. On cpu: `native` (needs Linux on x86_64 with AVX512-BF16, a C++ compiler and one
-    shard), `torch` (PyTorch's operators), or `auto` (`native` if its needs are met, else `torch`). On cuda: `torch`, or
-    `triton` for the fused kernels of Paceline; `auto` is `torch`."""
+    shard), `torch` (PyTorch's operators), or `auto` (`native` if its needs are met, else `torch`). On cuda: `torch`,
+    `triton` for the fused kernels of Paceline, or `invariant` for those with products and attention whose rounding does
+    not depend on the batch (slower; one shard), so that greedy output with drafts is that without; `auto` is
+    `torch`."""
     packed: Literal["auto", "off"] = "auto"
     """Quantised weights on the `native` kernel: `auto` keeps them in memory as they are where the kernel has their
     type, `off` dequantises all of them at load. The outputs are the same."""
@@ -183,9 +185,14 @@ class EngineConfig(Settings):
         return self.block_size or (CUDA_PAGE if self.device == "cuda" else CPU_BLOCK)
 
     @property
-    def forward_kernel(self) -> Literal["auto", "native", "torch", "triton"]:
+    def forward_kernel(self) -> Literal["auto", "native", "torch", "triton", "invariant"]:
         """`kernel`, or `torch` if the block size is not a multiple that the native kernel needs."""
         return self.kernel if self.kv_block_size % CPU_BLOCK == 0 else "torch"
+
+    @property
+    def draft_kernel(self) -> Literal["auto", "native", "torch", "triton"]:
+        """The kernel of a draft, whose rounding decides what it drafts but nothing that is emitted."""
+        return "triton" if self.forward_kernel == "invariant" else self.forward_kernel
 
     @property
     def tree_width(self) -> int:
@@ -194,8 +201,10 @@ class EngineConfig(Settings):
 
     @model_validator(mode="after")
     def _adapters_are_computed(self) -> Self:
-        if self.lora is not None and self.kernel == "triton":
-            raise ValueError("kernel: triton does not compute adapters; with lora allowed are auto, native and torch")
+        if self.lora is not None and self.kernel in ("triton", "invariant"):
+            raise ValueError(
+                f"kernel: {self.kernel} does not compute adapters; with lora allowed are auto, native and torch"
+            )
         if self.lora is not None and self.cuda_graphs == "on":
             raise ValueError("cuda_graphs: on given, but recorded forwards have no adapters; with lora allowed is off")
         return self
@@ -208,8 +217,14 @@ class EngineConfig(Settings):
 
     @model_validator(mode="after")
     def _kernel_has_its_device(self) -> Self:
-        if self.kernel == "triton" and self.device == "cpu":
-            raise ValueError("kernel: triton given, but device is cpu; allowed there are auto, native and torch")
+        if self.kernel in ("triton", "invariant") and self.device == "cpu":
+            raise ValueError(
+                f"kernel: {self.kernel} given, but device is cpu; allowed there are auto, native and torch"
+            )
+        if self.kernel == "invariant" and self.tensor_parallel_size > 1:
+            raise ValueError(
+                "kernel: invariant given, but the sums over shards are those of NCCL; allowed is tensor_parallel_size 1"
+            )
         return self
 
     @model_validator(mode="after")

@@ -53,6 +53,13 @@ SHAPE_DRY = SHAPE_8B | {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+SHAPE_SMALL = SHAPE_8B | {
+    "vocab_size": 32_000,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 8,
+}
+"""About 1 GB of weights in bfloat16."""
 UPPER_SCALE = 0.05
 """Factor of what the target's upper layers add to the residual."""
 MAX_TOKENS = 4096

@@ -20,7 +20,7 @@ import torch
 from autoscale.policy.goodput import make_goodput
 from autoscale.policy.policies import PolicyPacer
 from bench.gpu.lab import HUNG_S, CheckFailed, Lab
-from bench.gpu.planted import SHAPE_8B, SHAPE_DRY, local_drafter, local_link, planted_pair, save_model
+from bench.gpu.planted import SHAPE_DRY, SHAPE_SMALL, local_drafter, local_link, planted_pair, save_model
 from bench.gpu.sections import BLOCKS_PER_REQUEST, prompt_of, run_engine
 from engine.config import EngineConfig
 from engine.core.drafter import Drafter, NoDrafter
@@ -37,13 +37,6 @@ from engine.workers.target_shard import PEER_TIMEOUT_S, TargetShard
 NODE = "bench"
 K = 4
 STREAMS = 8
-SHAPE = SHAPE_8B | {
-    "vocab_size": 32_000,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 8,
-}
-"""About 1 GB of weights in bfloat16."""
 FP32_BOUND = 1e-4
 """Largest difference of logits in float32: that of the tests of tensor parallelism."""
 BF16_BOUND = 0.05
@@ -52,7 +45,7 @@ BF16_BOUND = 0.05
 
 def ranks(lab: Lab) -> dict[str, Any]:
     """Logits and greedy text of two ranks against those of the whole model, plain and with a draft."""
-    shape = lab.pick(SHAPE, SHAPE_DRY)
+    shape = lab.pick(SHAPE_SMALL, SHAPE_DRY)
     target, draft = planted_pair(lab, shape=shape)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

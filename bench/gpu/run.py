@@ -17,6 +17,7 @@ from rich.console import Console
 
 from bench.gpu.drafts import drafts
 from bench.gpu.handoff import handoff
+from bench.gpu.invariant import invariant
 from bench.gpu.lab import Lab
 from bench.gpu.ranks import ranks
 from bench.gpu.sections import engines, forwards, kernels
@@ -29,6 +30,7 @@ SECTIONS: dict[str, Callable[[Lab], dict[str, Any]]] = {
     "forwards": forwards,
     "drafts": drafts,
     "ranks": ranks,
+    "invariant": invariant,
     "engines": engines,
 }
 """In this order: what is wrong shows before what takes long."""

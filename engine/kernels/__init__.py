@@ -8,5 +8,6 @@ from __future__ import annotations
 
 PARTIAL_BYTES = 64 << 20
 """Most bytes of the partial results of one call of paged attention."""
-FP8_PACKED = 64
-"""Most rows x query heads of one program over a cache in FP8. With more, trees spill registers on an A100."""
+CUT_PACKED = 64
+"""Most rows x query heads of one program where longer spans are cut. With more, trees over a cache in FP8 spill
+registers on an A100."""

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels import PARTIAL_BYTES
+from engine.kernels import CUT_PACKED, PARTIAL_BYTES
 from engine.kernels.e4m3 import decoded, float_view
 from engine.quantization.kv_cache import FP8, dequantised
 
@@ -29,7 +29,7 @@ MAX_PACKED = 128
 TOKENS_PER_SPLIT = 512
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width"])
 def attend_split_kernel(
     query,
     keys,
@@ -146,6 +146,12 @@ def num_warps(packed: int) -> int:
     return 8 if packed >= 64 else 4
 
 
+def num_stages(*, trees: bool) -> int:
+    """Steps of a program in flight: of chains the page of a step is loaded one step ahead of its keys. With trees that
+    spills registers on a B200."""
+    return 2 if trees else 3
+
+
 def num_splits(num_rows: int, num_heads: int, dim: int, max_kv: int) -> int:
     """Programs that share the KV length of a span: fewer for many rows, so that their results fit into memory."""
     most = PARTIAL_BYTES // (4 * num_rows * num_heads * dim)
@@ -164,6 +170,7 @@ def paged_attention(
     ancestors: torch.Tensor | None,
     max_q: int,
     max_kv: int,
+    invariant: bool = False,
 ) -> torch.Tensor:
     """Attention of spans of at most `max_q` rows. Two launches.
 
@@ -178,6 +185,8 @@ def paged_attention(
         ancestors: [N] int64 bits of each row's ancestors in its tree and of itself; None likewise.
         max_q: most rows of a span; max_q * H / G is at most 128.
         max_kv: largest KV length.
+        invariant: whether the bits of a row depend on nothing but its span: programs have one size, of 64 rows x query
+            heads, and nothing is split, which takes long for few long spans. max_q * H / G is then at most 64.
 
     Returns:
         [N, H * D].
@@ -185,12 +194,12 @@ def paged_attention(
     num_rows, num_heads, dim = query.shape
     kv_heads, is_fp8 = keys.shape[2], keys.dtype is FP8
     group = num_heads // kv_heads
-    packed = max(16, triton.next_power_of_2(max_q * group))
+    packed = max(CUT_PACKED if invariant else 16, triton.next_power_of_2(max_q * group))
     if packed > MAX_PACKED or keys.shape[1] % KEYS:
         raise ValueError(
             f"{max_q} rows x {group} heads, blocks of {keys.shape[1]}: more than {MAX_PACKED}, or not x {KEYS}"
         )
-    splits = num_splits(num_rows, num_heads, dim, max_kv)
+    splits = 1 if invariant else num_splits(num_rows, num_heads, dim, max_kv)
     shape = (num_rows, num_heads, splits)
     partial = torch.empty(*shape, dim, dtype=torch.float32, device=query.device)
     maxima, sums = (torch.empty(shape, dtype=torch.float32, device=query.device) for _ in range(2))
@@ -222,6 +231,7 @@ def paged_attention(
         TREES=num_tree_slots is not None,
         RECORD=keys.shape[3] if is_fp8 else 0,
         num_warps=num_warps(packed),
+        num_stages=num_stages(trees=num_tree_slots is not None),
     )
     combine_kernel[(num_rows * num_heads,)](
         partial, maxima, sums, out, DIM=dim, SPLITS=splits, WIDTH=triton.next_power_of_2(splits)
@@ -241,8 +251,9 @@ def _(
     ancestors: torch.Tensor | None,
     max_q: int,
     max_kv: int,
+    invariant: bool = False,
 ) -> torch.Tensor:
-    del keys, values, cu_q, kv_lens, block_tables, num_tree_slots, ancestors, max_q, max_kv
+    del keys, values, cu_q, kv_lens, block_tables, num_tree_slots, ancestors, max_q, max_kv, invariant
     return query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
 
 
@@ -257,9 +268,10 @@ def paged_attention_reference(
     ancestors: torch.Tensor | None,
     max_q: int,
     max_kv: int,
+    invariant: bool = False,
 ) -> torch.Tensor:
     """The twin of `paged_attention`: one span after the other, in float32."""
-    del max_q, max_kv
+    del max_q, max_kv, invariant
     group = query.shape[1] // keys.shape[2]
     if keys.dtype is FP8:
         keys, values = (dequantised(cache, torch.float32) for cache in (keys, values))

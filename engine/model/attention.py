@@ -22,12 +22,12 @@ import torch
 from engine.core.packing import cut_spans
 from engine.core.step import ForwardInput
 from engine.errors import ConfigError
-from engine.kernels import FP8_PACKED
+from engine.kernels import CUT_PACKED
 from engine.model.attention_padded import PaddedAttention
 from engine.model.attention_varlen import PagedSpans, Prepared, VarlenAttention
 from engine.quantization.kv_cache import RECORDS, dequantised
 
-AttentionKind = Literal["auto", "reference", "padded", "varlen", "triton"]
+AttentionKind = Literal["auto", "reference", "padded", "varlen", "triton", "invariant"]
 
 
 class Attention(Protocol):
@@ -73,15 +73,16 @@ def make_attention(
         fp8_cache: whether the cache has records of e4m3 codes. On CUDA one implementation reads them, whatever `kind`.
 
     Raises:
-        ConfigError: `varlen` or `triton` on a device or dtype that it does not support, or a window with `fp8_cache`.
+        ConfigError: a kind of CUDA on a device or dtype that it does not support, or a window where it has none.
     """
     flash = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-    if kind in ("varlen", "triton") and not flash:
+    if kind in ("varlen", "triton", "invariant") and not flash:
         raise ConfigError(f"attention: {kind} needs cuda and bfloat16, given {device.type} and {dtype}")
-    if fp8_cache and flash:
+    if kind == "invariant" or (fp8_cache and flash):
         if window:
-            raise ConfigError("kv_cache_dtype: fp8 given, but layers of this model have a window; allowed is auto")
-        return Fp8Attention(group_size=group_size, device=device)
+            given = "kernel: invariant" if kind == "invariant" else "kv_cache_dtype: fp8"
+            raise ConfigError(f"{given} given, but layers of this model have a window; allowed is auto")
+        return KernelAttention(group_size=group_size, device=device, invariant=kind == "invariant")
     if kind == "triton" and not window:
         return TritonAttention(group_size=group_size, device=device)
     if kind == "reference":
@@ -154,6 +155,8 @@ class TritonAttention(VarlenAttention):
         device: of query and cache.
     """
 
+    _invariant = False
+
     def __init__(self, *, group_size: int, device: torch.device) -> None:
         super().__init__(device=device)
         from engine.kernels.paged_attention import MAX_PACKED, paged_attention
@@ -175,23 +178,25 @@ class TritonAttention(VarlenAttention):
             return super().attend(query, k_cache, v_cache, prepared)
         out: torch.Tensor = self._paged_attention(
             *(query, k_cache, v_cache, prepared.cu_q, prepared.kv_lens, prepared.block_tables),
-            *(prepared.num_tree_slots, prepared.ancestors, prepared.max_q, prepared.max_kv),
+            *(prepared.num_tree_slots, prepared.ancestors, prepared.max_q, prepared.max_kv, self._invariant),
         )
         return out
 
 
-class Fp8Attention(TritonAttention):
-    """Paceline's own kernel for all spans of a cache in FP8, which flash attention does not read. A span of more rows
-    than a program takes is cut into several, each over the KV slots up to its last row.
+class KernelAttention(TritonAttention):
+    """Paceline's own kernel for all spans: of a cache in FP8, which flash attention does not read, or batch-invariant.
+    A span of more rows than a program takes is cut into several, each over the KV slots up to its last row.
 
     Args:
         group_size: query heads per KV head.
         device: of query and cache.
+        invariant: whether the bits of a row do not depend on other spans, nor on how its span is cut.
     """
 
-    def __init__(self, *, group_size: int, device: torch.device) -> None:
+    def __init__(self, *, group_size: int, device: torch.device, invariant: bool = False) -> None:
         super().__init__(group_size=group_size, device=device)
-        self._max_q = max(1, FP8_PACKED // group_size)
+        self._max_q = max(1, CUT_PACKED // group_size)
+        self._invariant = invariant
 
     def masks_trees(self, max_q: int) -> bool:
         del max_q
@@ -215,7 +220,7 @@ class Fp8Attention(TritonAttention):
         """
         if isinstance(prepared, PagedSpans) and prepared.max_q > self._max_q:
             raise ConfigError(
-                f"cuda_graphs: on with kv_cache_dtype fp8 takes {self._max_q} rows per request of this model, and "
-                f"speculative.k makes {prepared.max_q}; lower speculative.k, or set cuda_graphs to off"
+                f"cuda_graphs: on with kv_cache_dtype fp8 or kernel invariant takes {self._max_q} rows per request of "
+                f"this model, and speculative.k makes {prepared.max_q}; lower speculative.k, or set cuda_graphs to off"
             )
         return super().attend(query, k_cache, v_cache, prepared)

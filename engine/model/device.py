@@ -123,10 +123,10 @@ def release_freed_memory() -> None:
             ctypes.CDLL(None).malloc_trim(0)
 
 
-KernelKind = Literal["auto", "native", "torch", "triton", "reference"]
+KernelKind = Literal["auto", "native", "torch", "triton", "invariant", "reference"]
 """The implementation of a forward. `auto`: the fastest one that supports the model. `native`: the native library, or an
-error. `torch`: PyTorch's operators. `triton`: fused kernels, on a GPU. `reference`: slow twins of PyTorch's operators,
-with attention in loops."""
+error. `torch`: PyTorch's operators. `triton`: fused kernels, on a GPU. `invariant`: those, with products and attention
+that do not depend on the batch. `reference`: slow twins of PyTorch's operators, with attention in loops."""
 
 
 @dataclass(frozen=True, slots=True)

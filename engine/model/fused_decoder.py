@@ -1,18 +1,26 @@
 """The decoder with fused Triton kernels: at most 11 launches per layer of the Llama family.
 
 Owns the order of operations that the fusion needs: every shard keeps the residual and adds the sum over shards to it
-together with the next norm. `engine.model.decoder` is its slow twin.
+together with the next norm. `engine.model.decoder` is its slow twin. Owns also which products a batch-invariant decoder
+replaces.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
+from engine.checkpoint.model_config import ModelConfig
 from engine.core.step import ForwardResult
 from engine.kernels.elementwise import add_rms_norm, silu_mul
+from engine.kernels.linear import linear
 from engine.kernels.rope_cache import rope_cache
-from engine.model.decoder import Decoder, Inputs, Layer, LayerCache, dense_mlp
+from engine.model.decoder import Decoder, DecoderWeights, Inputs, Layer, LayerCache, dense_mlp
+from engine.model.device import Compute
+from engine.model.layers import GatedMlp, Linear, PlainLinear
 from engine.model.rope import Rotation
 
 
@@ -63,3 +71,35 @@ class FusedDecoder(Decoder):
     def _summed(self, out: torch.Tensor) -> torch.Tensor:
         self._collectives.all_reduce(out)
         return out
+
+
+class InvariantDecoder(FusedDecoder):
+    """A whole model whose rows do not depend on the other rows of a forward: norms, rotations and activations are
+    computed row by row, products and attention by kernels that never choose their sums by the batch.
+
+    The arguments are those of `Decoder`, with attention of the kind `invariant`.
+    """
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, compute: Compute, **options: Any) -> None:
+        layers = tuple(_invariant(layer) for layer in weights.layers)
+        super().__init__(config, replace(weights, layers=layers, head=_product(weights.head)), compute, **options)
+
+
+class InvariantLinear(PlainLinear):
+    """A linear layer in one kernel, for any number of rows."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = linear(x.contiguous(), self.weight, self.bias)
+        return out
+
+
+def _invariant(layer: Layer) -> Layer:
+    mlp = dense_mlp(layer)
+    parts = [_product(part) for part in (mlp.gate, mlp.up, mlp.down)]
+    return replace(layer, qkv=_product(layer.qkv), o=_product(layer.o), mlp=GatedMlp(*parts))
+
+
+def _product(part: Linear) -> InvariantLinear:
+    if not isinstance(part, PlainLinear):
+        raise TypeError(f"{type(part).__name__} has no batch-invariant twin")
+    return InvariantLinear(part.weight.contiguous(), part.bias)

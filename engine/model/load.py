@@ -72,7 +72,7 @@ def load_model(
 
     Raises:
         ConfigError: the model's family is not supported, it cannot be divided into so many shards, or `kernel` is
-            `native` or `triton` and does not support this model or machine, or `fp8_cache` does not.
+            `native`, `triton` or `invariant` and does not support this model or machine, or `fp8_cache` does not.
     """
     config = ModelConfig.load(folder).for_context(max_model_len)
     compute = Compute(dtype, torch.device(device), kernel)
@@ -213,9 +213,9 @@ def _load_decoder(
             return native_decoder
         loader.check_all_read()
         _report_quantised(files, compute, None)
-        fused = compute.kernel == "triton"
+        fused = compute.kernel in ("triton", "invariant")
         if fused and config.beyond_llama is not None:
-            raise ConfigError(f"kernel: triton does not compute {config.beyond_llama}; allowed: auto, torch")
+            raise ConfigError(f"kernel: {compute.kernel} does not compute {config.beyond_llama}; allowed: auto, torch")
         if fp8_cache and config.head_dim & (config.head_dim - 1):
             raise ConfigError(
                 f"kv_cache_dtype: fp8 takes heads of a power of two, not {config.head_dim}; allowed: auto"
@@ -223,7 +223,7 @@ def _load_decoder(
         heads, kv_heads = shard.query_heads(config), shard.kv_heads(config)
         attention = {
             window: make_attention(
-                "triton" if fused else compute.layers,
+                compute.kernel if compute.kernel in ("triton", "invariant") else compute.layers,
                 group_size=(heads.stop - heads.start) // (kv_heads.stop - kv_heads.start),
                 dtype=compute.dtype,
                 device=compute.device,
@@ -236,9 +236,9 @@ def _load_decoder(
         if config.eagle3 is not None:
             decoder = Eagle3Decoder
         elif fused:
-            from engine.model.fused_decoder import FusedDecoder  # Imports Triton, which only GPUs need.
+            from engine.model.fused_decoder import FusedDecoder, InvariantDecoder  # Imports Triton; only GPUs need it.
 
-            decoder = FusedDecoder
+            decoder = InvariantDecoder if compute.kernel == "invariant" else FusedDecoder
         return decoder(
             config, weights, compute, collectives=collectives, attention=attention, feature_layers=feature_layers
         )

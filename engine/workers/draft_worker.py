@@ -102,7 +102,7 @@ class DraftWorker:
         options: dict[str, Any] = {
             "dtype": dtype,
             "device": self._device,
-            "kernel": self._config.forward_kernel,
+            "kernel": self._config.draft_kernel,
             "max_model_len": self._config.max_model_len,
         }
         if checked.dflash is not None:
@@ -128,7 +128,7 @@ class DraftWorker:
 
     def _load_heads(self, dtype: torch.dtype) -> LoadedParts:
         """Medusa heads. They have no KV cache."""
-        folders, kernel = (self._folder, self._target_folder), self._config.forward_kernel
+        folders, kernel = (self._folder, self._target_folder), self._config.draft_kernel
         heads = load_heads(*folders, dtype=dtype, device=self._device, kernel=kernel)
         self._has_cache = False
         self._check_memory(heads.num_bytes, 0)

@@ -153,5 +153,5 @@ def _chain(
         vocab=vocab,
         device=device,
         model=model,
-        fused=config.forward_kernel == "triton",
+        fused=config.draft_kernel == "triton",
     )

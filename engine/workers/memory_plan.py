@@ -175,7 +175,7 @@ def activation_bytes(engine: EngineConfig, config: ModelConfig, shard: ShardSpec
     """Upper bound of the bytes that one step holds besides weights and caches."""
     rows = engine.max_step_tokens
     layers = _layer_bytes(rows, config, shard, dtype)
-    if engine.kernel == "triton" or engine.kv_cache_dtype == "fp8":
+    if engine.kernel in ("triton", "invariant") or engine.kv_cache_dtype == "fp8":
         layers += PARTIAL_BYTES
     if shard.rank > 0:
         local_logits: int = rows * dtype.itemsize * 2 * _length(shard.part(config.vocab_size))

@@ -26,7 +26,7 @@ from engine.core.packing import SpanRows, cut_spans, pack_spans
 from engine.core.step import Draft, DraftRow
 from engine.errors import ConfigError
 from engine.graphs.buckets import make_buckets
-from engine.kernels import FP8_PACKED
+from engine.kernels import CUT_PACKED
 from engine.messages import SamplingParams
 from engine.model.attention import ReferenceAttention, make_attention
 from engine.model.device import pick_kv_dtype
@@ -151,7 +151,7 @@ def test_launches_per_layer(fused: bool, most: int) -> None:
 def test_recorded_spans_that_no_program_takes_are_refused_at_start() -> None:
     """70B has 8 query heads per KV head, so that a program takes 8 rows."""
     with fake_cuda() as recorder:
-        shard = fake_shard(LLAMA_70B, tp=4, kv_cache_dtype="fp8", speculative={"k": FP8_PACKED // 8})
+        shard = fake_shard(LLAMA_70B, tp=4, kv_cache_dtype="fp8", speculative={"k": CUT_PACKED // 8})
         with pytest.raises(ConfigError, match=r"takes 8 rows per request of this model, and speculative\.k makes 9"):
             shard.record(Guarded(recorder))
 

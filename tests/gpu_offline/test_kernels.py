@@ -40,8 +40,10 @@ def run(script: str, argument: str, cache: Path) -> str:
 CHECKS = ("elementwise", "rope_cache", "paged_attention", "fused_decoder", "choose")
 FP8_CHECKS = ("e4m3", "fp8_rope_cache", "fp8_attention")
 
+INVARIANT_CHECKS = ("linear", "invariant", "invariant_attention")
 
-@pytest.mark.parametrize("name", [*CHECKS, *FP8_CHECKS])
+
+@pytest.mark.parametrize("name", [*CHECKS, *FP8_CHECKS, *INVARIANT_CHECKS])
 def test_a_kernel_equals_its_twin(name: str, tmp_path: Path) -> None:
     run("kernel_checks.py", name, tmp_path)
 
@@ -49,7 +51,7 @@ def test_a_kernel_equals_its_twin(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_kernels_compile_without_spills(arch: int, tmp_path: Path) -> None:
     report = json.loads(run("kernel_compile.py", str(arch), tmp_path))
-    assert len(report) == 19
+    assert len(report) == 28
     for name, used in report.items():
         assert used["LOCAL"] == 0, (name, used)
         assert used["STACK"] == 0, (name, used)

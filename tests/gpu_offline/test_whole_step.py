@@ -28,23 +28,25 @@ from engine.messages import SamplingParams, Submit
 from engine.model.collectives import Group
 from engine.workers.memory_plan import activation_bytes
 
-LAYERS = {
-    "llama": (LLAMA_8B, False, 17),
-    "qwen3": (QWEN3_8B, False, 22),
-    "llama fused": (LLAMA_8B, True, 11),
-    "qwen3 fused": (QWEN3_8B, True, 11),
+LAYERS: dict[str, tuple[dict[str, Any], dict[str, bool], int]] = {
+    "llama": (LLAMA_8B, {}, 17),
+    "qwen3": (QWEN3_8B, {}, 22),
+    "llama fused": (LLAMA_8B, {"fused": True}, 11),
+    "qwen3 fused": (QWEN3_8B, {"fused": True}, 11),
+    "llama invariant": (LLAMA_8B, {"invariant": True}, 11),
+    "qwen3 invariant": (QWEN3_8B, {"invariant": True}, 11),
 }
 """Launches per layer that may not grow."""
 
 
 @pytest.mark.parametrize("family", LAYERS)
 def test_launches_per_layer(family: str) -> None:
-    shape, fused, most = LAYERS[family]
+    shape, kind, most = LAYERS[family]
     plan = pack_spans([SpanRows([1], 600, [1, 2, 3], 1), SpanRows([5], 10, [4], 1)], CUDA_PAGE)
     counts = []
     for num_layers in (1, 2):
         with fake_cuda() as recorder:
-            decoder, caches = fake_decoder(shape, num_layers=num_layers, fused=fused)
+            decoder, caches = fake_decoder(shape, num_layers=num_layers, **kind)
             recorder.launches.clear()
             recorder.uploads = 0
             result = decoder.forward(plan, caches)

@@ -20,7 +20,7 @@ from engine.model.collectives import Collectives, Solo
 from engine.model.decoder import Decoder, LayerCache
 from engine.model.device import Compute
 from engine.model.eagle_head import EagleHead
-from engine.model.fused_decoder import FusedDecoder
+from engine.model.fused_decoder import FusedDecoder, InvariantDecoder
 from engine.model.layers import RmsNorm, make_linear
 from engine.model.shard_weights import Loader
 from engine.quantization.kv_cache import FP8, record_len
@@ -59,6 +59,7 @@ def fake_decoder(
     collectives: Collectives | None = None,
     feature_layers: tuple[int, ...] = (),
     fused: bool = False,
+    invariant: bool = False,
     fp8_cache: bool = False,
 ) -> tuple[Decoder, list[LayerCache]]:
     """A decoder with `num_layers` layers of this shape, and its cache."""
@@ -70,9 +71,13 @@ def fake_decoder(
     weights = Loader(config, files, compute, shard=shard, linear="auto").decoder(None)
     fold = config.num_heads // config.num_kv_heads
     attention = make_attention(
-        "triton" if fused else "auto", group_size=fold, dtype=torch.bfloat16, device=CUDA, fp8_cache=fp8_cache
+        "invariant" if invariant else "triton" if fused else "auto",
+        group_size=fold,
+        dtype=torch.bfloat16,
+        device=CUDA,
+        fp8_cache=fp8_cache,
     )
-    decoder = (FusedDecoder if fused else Decoder)(
+    decoder = (InvariantDecoder if invariant else FusedDecoder if fused else Decoder)(
         config, weights, compute, collectives=group, attention={0: attention}, feature_layers=feature_layers
     )
     kv_dtype = FP8 if fp8_cache else torch.bfloat16

@@ -81,6 +81,7 @@ def fake_shard(
         collectives=shard._collectives,
         feature_layers=shard.feature_layers,
         fused=config.kernel == "triton",
+        invariant=config.kernel == "invariant",
         fp8_cache=config.kv_cache_dtype == "fp8",
     )
     shard.allocate(NUM_BLOCKS, 4096)

@@ -9,27 +9,33 @@ import os
 import sys
 
 os.environ["TRITON_INTERPRET"] = "1"
+# The interpreter multiplies with NumPy. The bits of a product of newer x86 cores depend on the row's place in a tile,
+# which those of a GPU's tensor cores do not.
+os.environ["OPENBLAS_CORETYPE"] = "Nehalem"
 
+import random
 import tempfile
 from pathlib import Path
 
 import torch
 import triton
 import triton.language as tl
-from tiny_models import write_model
+from tiny_models import VOCAB, random_cuts, run_cuts, write_model
 
 from engine.core.packing import SpanRows, pack_spans
 from engine.kernels.choose import choose, choose_reference
 from engine.kernels.e4m3 import decoded, encoded
 from engine.kernels.elementwise import add_rms_norm, add_rms_norm_reference, silu_mul, silu_mul_reference
+from engine.kernels.linear import linear, linear_reference
 from engine.kernels.paged_attention import num_splits, paged_attention, paged_attention_reference
 from engine.kernels.rope_cache import rope_cache, rope_cache_reference
-from engine.model.attention import Fp8Attention, ReferenceAttention, make_attention
+from engine.model.attention import KernelAttention, ReferenceAttention, make_attention
 from engine.model.collectives import Solo
-from engine.model.decoder import Decoder, LayerCache
+from engine.model.decoder import Decoder, LayerCache, dense_mlp
 from engine.model.device import Compute
-from engine.model.fused_decoder import FusedDecoder
+from engine.model.fused_decoder import FusedDecoder, InvariantDecoder, InvariantLinear
 from engine.model.load import load_model
+from engine.model.runner import ModelRunner
 from engine.quantization.kv_cache import FP8, dequantised, quantised
 from engine.tree import ancestor_masks
 
@@ -116,8 +122,8 @@ def check_e4m3() -> None:
     middles = (exact.sort().values[1:] + exact.sort().values[:-1]) / 2
     near = torch.cat((middles.nextafter(torch.tensor(1e9)), middles.nextafter(torch.tensor(-1e9))))
     num_random = 2048 - len(exact) - len(middles) - len(near)
-    random = torch.randn(num_random) * torch.logspace(-4, 2, num_random)
-    numbers = torch.cat((exact, middles, near, random)).clamp(-448, 448)
+    others = torch.randn(num_random) * torch.logspace(-4, 2, num_random)
+    numbers = torch.cat((exact, middles, near, others)).clamp(-448, 448)
     codes, back = torch.zeros(2048, dtype=torch.uint8), torch.zeros(2048)
     code_kernel[(1,)](numbers, codes, back, SIZE=2048)
     expected = numbers.to(torch.float8_e4m3fn)
@@ -168,7 +174,7 @@ def check_fp8_attention() -> None:
     prompts = [SpanRows([1] * 40, 3, [1], 1), SpanRows([1] * 16, 0, [2], 1), SpanRows([1], 100, [3, 4], 1)]
     masks = ancestor_masks((-1, 0, 0, 1, *range(3, 16)))
     tree = SpanRows([1] * 19, 50, [5, 6], 1, list(range(50, 69)), num_tree_slots=17, ancestors=masks)
-    attention = Fp8Attention(group_size=group, device=torch.device("cpu"))
+    attention = KernelAttention(group_size=group, device=torch.device("cpu"))
     for spans in (prompts, [*prompts, tree]):
         plan = pack_spans(spans, block)
         query = torch.randn(len(plan.token_ids), group, 16)
@@ -233,6 +239,68 @@ def check_fused_decoder() -> None:
             assert found is not None
             assert expected is not None
             close(found, expected)
+
+
+def check_linear() -> None:
+    """Sizes that are no multiples of a tile; and the bits of a row are those that it has alone, at any place."""
+    for dtype in BOUND:
+        for rows, size, columns in ((1, 64, 32), (70, 100, 45), (3, 200, 70)):
+            x, weight = torch.randn(rows, size).to(dtype), (torch.randn(columns, size) / size**0.5).to(dtype)
+            for bias in (None, torch.randn(columns).to(dtype)):
+                close(linear(x, weight, bias), linear_reference(x, weight, bias))
+        x = torch.randn(70, 200).to(dtype)
+        alone = torch.cat([linear(row[None], weight, None) for row in x])
+        for first, last in ((0, 70), (3, 70), (60, 67), (5, 7), (0, 0)):
+            assert torch.equal(linear(x[first:last], weight, None), alone[first:last])
+
+
+def check_invariant() -> None:
+    """The bits of a row of a whole forward do not depend on its neighbours, nor on how its prompt is cut. No product is
+    left to PyTorch."""
+    rng = random.Random(5)
+    prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (5, 20, 70)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_model(Path(folder) / "m", "qwen3", num_hidden_layers=1)
+        model = load_model(path, dtype=torch.float32, kernel="torch")
+    assert isinstance(model, Decoder)
+    compute, group = Compute(torch.float32, torch.device("cpu"), "torch"), model.config.num_heads // model.num_kv_heads
+    attention = KernelAttention(group_size=group, device=compute.device, invariant=True)
+    decoder = InvariantDecoder(
+        model.config, model._weights, compute, collectives=Solo(), attention={0: attention}, feature_layers=()
+    )
+    weights, (layer,) = decoder._weights, decoder._weights.layers
+    mlp = dense_mlp(layer)
+    for part in (weights.head, layer.qkv, layer.o, mlp.gate, mlp.up, mlp.down):
+        assert isinstance(part, InvariantLinear)
+    runner = ModelRunner(decoder, num_blocks=8, block_size=64)
+    alone = [run_cuts(runner, [prompt], [[len(prompt)]])[0] for prompt in prompts]
+    exact = run_cuts(ModelRunner(model, num_blocks=8, block_size=64), prompts, [[len(each)] for each in prompts])
+    together = run_cuts(runner, prompts, [random_cuts(rng, len(prompt), 25) for prompt in prompts])
+    for found, expected, of_batch in zip(alone, exact, together, strict=True):
+        close(found, expected)
+        assert torch.equal(found, of_batch)
+
+
+def check_invariant_attention() -> None:
+    """Beside a span of many splits, and as rows of a longer span, a row has the bits that it has alone. Without the
+    option it has not."""
+    group, dim, block = 4, 32, 64
+    caches = [torch.randn(12, block, 1, dim) for _ in range(2)]
+    blocks, other = [1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11, 1, 2, 3]
+    short, long = SpanRows([1] * 5, 200, blocks, 1), SpanRows([1], 600, other, 1)
+    query = torch.randn(6, group, dim)
+    equal = []
+    for invariant in (True, False):
+        attention = KernelAttention(group_size=group, device=torch.device("cpu"), invariant=invariant)
+
+        def attended(spans: list[SpanRows], rows: torch.Tensor, attention: KernelAttention = attention) -> torch.Tensor:
+            plan = pack_spans(spans, block)
+            return attention.attend(rows, *caches, attention.prepare(plan, block_size=block))
+
+        both, alone = attended([short, long], query), attended([short], query[:5])
+        single = [attended([SpanRows([1], 200 + row, blocks, 1)], query[row : row + 1]) for row in range(5)]
+        equal.append(torch.equal(both[:5], alone) and torch.equal(alone, torch.cat(single)))
+    assert equal == [True, False], equal
 
 
 if __name__ == "__main__":
