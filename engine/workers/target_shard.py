@@ -42,6 +42,8 @@ from engine.workers.shard_ready import ShardReady
 
 PEER_TIMEOUT_S = 30.0
 """Deadline for everything that another shard has to do in a step."""
+MEASURE_TIMEOUT_S = 300.0
+"""Deadline of the largest step, which may be longer than any step that is served."""
 _RECEIVE_PERIOD_S = 0.5
 _log = logging.getLogger(__name__)
 
@@ -150,7 +152,9 @@ class TargetShard:
         if self.device.type != "cuda":
             return fitting_blocks(self.config, self._model, None)
         memory = memory or CudaMemory(self.device)
-        return measured_blocks(self.config, self._model, memory, self.step_clock(new_event))
+        return measured_blocks(
+            self.config, self._model, memory, self.step_clock(new_event, timeout_s=MEASURE_TIMEOUT_S)
+        )
 
     def allocate(self, num_blocks: int, max_model_len: int) -> None:
         """Make the KV cache. All shards take the same size.
@@ -245,16 +249,19 @@ class TargetShard:
         """What the leader does while the device computes; None on a CPU, which computes in the same thread."""
         return self._meanwhile if self.device.type == "cuda" else None
 
-    def step_clock(self, new_event: Callable[[], Event] = timed_event) -> StepClock:
+    def step_clock(
+        self, new_event: Callable[[], Event] = timed_event, *, timeout_s: float = PEER_TIMEOUT_S
+    ) -> StepClock:
         """The clock of the forwards of this shard. After `load`.
 
         Args:
             new_event: makes the events of a GPU's clock.
+            timeout_s: seconds until a step counts as hung.
         """
         if self.device.type != "cuda":
             return HostClock()
         abort, meanwhile = self._collectives.abort, self._meanwhile.run
-        return DeviceClock(timeout_s=PEER_TIMEOUT_S, abort=abort, new_event=new_event, meanwhile=meanwhile)
+        return DeviceClock(timeout_s=timeout_s, abort=abort, new_event=new_event, meanwhile=meanwhile)
 
     def timed_forward(self, forward_input: ForwardInput) -> float:
         """Seconds of one forward whose result is not used. On rank 0, between two steps.
