@@ -24,16 +24,6 @@ NUM_BLOCKS = 2
 """Blocks of the cache that the step needs, the scratch block included."""
 BLOCK = 1
 TOP_LOGPROBS = 20
-SAMPLING = SamplingParams(
-    temperature=0.7,
-    top_p=0.9,
-    top_k=40,
-    min_p=0.01,
-    presence_penalty=0.5,
-    repetition_penalty=1.2,
-    num_logprobs=TOP_LOGPROBS,
-    num_prompt_logprobs=TOP_LOGPROBS,
-)
 
 
 class LargestStep:
@@ -51,6 +41,17 @@ class LargestStep:
 
     def __init__(self, engine: EngineConfig, config: ModelConfig, device: torch.device, *, rank: int) -> None:
         self._rank = rank
+        num_top = min(TOP_LOGPROBS, config.vocab_size)
+        self._sampling = SamplingParams(
+            temperature=0.7,
+            top_p=0.9,
+            top_k=2 * num_top,
+            min_p=0.01,
+            presence_penalty=0.5,
+            repetition_penalty=1.2,
+            num_logprobs=num_top,
+            num_prompt_logprobs=num_top,
+        )
         self._block_size = engine.kv_block_size
         longest = min(engine.max_model_len or config.max_model_len, config.max_model_len)
         k = 0 if engine.speculative.method == "none" else min(engine.speculative.k, longest - 2)
@@ -95,14 +96,14 @@ class LargestStep:
         length = start + num_tokens
         prompt = (1,) * (length if num_tokens > 1 else 1)
         request = Request(
-            submit=Submit(request_id=str(key), prompt=prompt, sampling=SAMPLING),
+            submit=Submit(request_id=str(key), prompt=prompt, sampling=self._sampling),
             key=key,
             stream_key=key,
             tokens=[1] * length,
             num_computed=start,
             block_ids=[BLOCK] * -(-(length + k) // self._block_size),
         )
-        options = TokenOptions.of(SAMPLING, len(prompt))
+        options = TokenOptions.of(self._sampling, len(prompt))
         if options is not None:
             request.logits_processor = LogitsProcessor.make(options, None)
         return Span(request, start, num_tokens, k, True, "plan")

@@ -69,6 +69,12 @@ def test_the_largest_step_takes_every_row_that_the_scheduler_may_give(case: str)
     assert set(forward.slots // engine.kv_block_size) == {1}
 
 
+def test_the_largest_step_of_a_model_of_few_tokens() -> None:
+    config = ModelConfig.parse(LLAMA_8B | {"vocab_size": 9})
+    step = LargestStep(settings(), config, torch.device("cpu"), rank=0)
+    assert {span.request.submit.sampling.num_prompt_logprobs for span in step.batch.spans} == {9}
+
+
 def measured(
     shape: dict[str, Any], engine: dict[str, Any], *, device_bytes: int, rank: int = 0, of_others: int = 0
 ) -> tuple[int, TargetShard, FakeMemory]:
