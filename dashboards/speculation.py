@@ -5,6 +5,7 @@ Owns the choice and text of its panels. Queries come from the declarations.
 
 from __future__ import annotations
 
+from dashboards.adaptation import adaptation
 from dashboards.model import Board, Panel, Row
 from dashboards.promql import Scope
 from dashboards.queries import gain, switches
@@ -16,7 +17,7 @@ def board(scope: Scope) -> Board:
         uid="paceline-speculation",
         title="Paceline / Speculation",
         description="K, its reasons, and the gain over decoding without drafts.",
-        rows=(_gain(scope), _pace(scope), _acceptance(scope), _time(scope)),
+        rows=(_gain(scope), _pace(scope), _acceptance(scope), _time(scope), adaptation(scope)),
         annotations=(switches(scope),),
     )
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from deployments.settings import AppSettings, AutoscalingSettings, LiveSettings, StoredResponsesSettings
-from engine.config import EngineConfig, LoraConfig, Settings, SpeculativeConfig
+from engine.config import AdaptationConfig, EngineConfig, LoraConfig, Settings, SpeculativeConfig
 
 _INTRO = """# Configuration
 
@@ -41,6 +41,12 @@ SECTIONS: tuple[tuple[str, str, str, type[Settings]], ...] = (
     ),
     ("Engine", "`args: engine:`", "engine.", EngineConfig),
     ("Speculative decoding", "`args: engine: speculative:`", "engine.speculative.", SpeculativeConfig),
+    (
+        "Online adaptation of the draft",
+        "`args: engine: speculative: adaptation:`. Off by default, see [speculation.md](speculation.md)",
+        "engine.speculative.adaptation.",
+        AdaptationConfig,
+    ),
     (
         "Adapters",
         "`args: engine: lora:`. Without this key no adapter can be loaded, see [lora.md](lora.md)",

@@ -52,6 +52,21 @@ def describe(error: ValidationError) -> str:
     return "; ".join(lines)
 
 
+class AdaptationConfig(Settings):
+    """Online adaptation: the draft learns from the requests that it drafts for, while no request runs."""
+
+    enabled: bool = False
+    """Train the draft on live traffic. Needs an `eagle` draft of Paceline's own layout that is a chain, and cpu. The
+    distribution of the output never depends on it, but the weights keep traces of the requests, and so does speed."""
+    keys: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")], ...] = ()
+    """Names of the API keys whose owners consent: one draft learns from the requests of all of them, and of no others.
+    On a server without keys it learns from every request. A request opts out with `speculative: {"learn": false}`."""
+    buffer_mib: Annotated[int, Field(ge=1, le=16384)] = 128
+    """Memory of the requests that are kept to learn from, in MiB; the oldest are dropped."""
+    cpu_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Upper bound of the trainer's time, as a share of one CPU. It never runs while a request does."""
+
+
 class SpeculativeConfig(Settings):
     """How tokens are drafted."""
 
@@ -89,6 +104,8 @@ class SpeculativeConfig(Settings):
     """Memory of the outputs that `shared_lookup` keeps, in MiB; the oldest are dropped. 16 bytes per token."""
     memory_fraction: Annotated[float, Field(gt=0, le=0.5)] = 0.10
     """Upper bound of the draft's weights and KV cache, as a fraction of device memory."""
+    adaptation: AdaptationConfig = AdaptationConfig()
+    """Whether the draft learns from live traffic. Off by default."""
     deadline_s: Annotated[float, Field(gt=0, le=60)] = 2.0
     """Seconds after which a draft without a response counts as hung."""
     wrong_drafts: bool = False
@@ -107,6 +124,10 @@ class SpeculativeConfig(Settings):
             raise ValueError(f"draft: method {self.method} needs a draft folder or id; set speculative.draft")
         if self.method not in DRAFT_METHODS and self.draft:
             raise ValueError(f"draft: given, but method is {self.method!r}; leave speculative.method out")
+        if self.adaptation.enabled and self.method in ("none", "ngram", "medusa"):
+            raise ValueError(
+                f"adaptation.enabled: true given, but method {self.method} has no eagle draft that can learn"
+            )
         if self.ngram_min > self.ngram_max:
             raise ValueError(f"ngram_min: {self.ngram_min} is above ngram_max {self.ngram_max}")
         return self
@@ -241,6 +262,12 @@ class EngineConfig(Settings):
     def _graphs_have_their_device(self) -> Self:
         if self.cuda_graphs == "on" and self.device == "cpu":
             raise ValueError("cuda_graphs: on given, but device is cpu; allowed there is off")
+        return self
+
+    @model_validator(mode="after")
+    def _adaptation_has_its_device(self) -> Self:
+        if self.speculative.adaptation.enabled and self.device == "cuda":
+            raise ValueError("speculative.adaptation.enabled: true given, but device is cuda; allowed there is false")
         return self
 
     @model_validator(mode="after")

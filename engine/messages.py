@@ -135,6 +135,8 @@ class SpeculativeOptions:
     """False: no drafting for this request."""
     max_k: int | None = None
     """Upper bound of K for this request; None sets no bound beyond the plan's."""
+    learn: bool = True
+    """False: the draft does not learn from this request, whatever the settings allow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ TOP = {
 LAYERS = {
     "engine": (
         "workers",
-        "draft_buffer medusa dflash",
+        "draft_buffer medusa dflash adaptation",
         "draft",
         "proposals",
         "graphs lora lookup",
@@ -50,14 +50,14 @@ LAYERS = {
         "text",
         "settings engine_client errors",
     ),
-    "distill": ("options", "cli convert", "training", "models", "data", "settings"),
+    "distill": ("options", "cli convert online", "training", "models", "data", "settings"),
     "bench": ("options", "soak peers pace proxy gpu proposers", "engine_only", "load"),
     "dashboards": (
         "options",
         "commands",
         "render install",
         "fleet serving speculation alerts",
-        "queries",
+        "queries adaptation",
         "grafana_json",
     ),
 }

@@ -221,6 +221,9 @@ class LocalLink:
         self._seq += 1
         return DraftResponse(1, self._seq, found, time.perf_counter() - begin)
 
+    def mark_step(self, *, runs: bool) -> None:
+        """Do nothing: nobody waits for the end of a step."""
+
     def close(self) -> None:
         """Do nothing: the draft is in this process."""
 

@@ -236,7 +236,7 @@ class _Kept:
     def __init__(self, endpoint: TargetEndpoint) -> None:
         self._endpoint = endpoint
         self.probs, self.features = endpoint.probs, endpoint.features
-        self.ask, self.drafted = endpoint.ask, endpoint.drafted
+        self.ask, self.drafted, self.mark_step = endpoint.ask, endpoint.drafted, endpoint.mark_step
 
     def ask_first(self, rows: Sequence[DraftRequestRow], released: Sequence[int]) -> DraftResponse:
         """Ask before there is any request: every token reads the first row of features."""

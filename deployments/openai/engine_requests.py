@@ -61,7 +61,8 @@ def make_submits(
             grammar = after_thoughts(grammar, is_open=codec.opens_thoughts(prompt), check=check)
     speculative = SpeculativeOptions()
     if body.speculative is not None:
-        speculative = SpeculativeOptions(enabled=body.speculative.enabled, max_k=body.speculative.max_k)
+        asked = body.speculative
+        speculative = SpeculativeOptions(enabled=asked.enabled, max_k=asked.max_k, learn=asked.learn)
     shared = _sampling(body, codec, limits)
     submits: list[Submit] = []
     for prompt in prompts:

@@ -58,6 +58,8 @@ class SpeculativeBody(Body):
 
     enabled: bool = True
     max_k: Annotated[int, Field(ge=0, le=MAX_K)] | None = None
+    learn: bool = True
+    """Whether the draft may learn from this request, where the settings allow it."""
     trace: bool = False
     """Each chunk of a stream reports where its tokens come from, in an additional field `paceline`."""
 

@@ -169,6 +169,11 @@ class EagleArchitecture:
         self._recorded: GraphedForward | None = None
         self._recorded_committed: GraphedForward | None = None
 
+    def with_weights(self, head: EagleHead, decoder: Model) -> EagleArchitecture:
+        """A draft of the same shape with other weights over the same KV cache. Requests keep their KV slots, although
+        these were computed with the weights before: that can cost acceptance and never changes the output."""
+        return EagleArchitecture(head, decoder, self._caches)
+
     def record(self, runner: ModelRunner, buckets: Sequence[Bucket], capture: Capture, *, max_kv: int) -> None:
         """Record the forwards of drafted tokens as CUDA graphs.
 

@@ -54,11 +54,15 @@ class DraftRequestRow:
     not hold them. Empty for a draft that reads no features."""
     width: int = 1
     """Most children of a node, and most nodes of a level that get children; 1 drafts a chain."""
+    learn_from: int = -1
+    """Position of the first token that the target generated, where the draft may learn from the request, else -1."""
 
     def __post_init__(self) -> None:
         sampling = self.sampling
         if self.start < 0 or self.k < 0 or not 0 <= sampling.stream_key < 2**64:
             raise ValueError(f"draft request row {self.key}: start {self.start}, k {self.k} or stream key out of range")
+        if self.learn_from < -1:
+            raise ValueError(f"draft request row {self.key}: learn_from {self.learn_from} is below -1")
         if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0 and 0 < sampling.top_p <= 1):
             raise ValueError(
                 f"draft request row {self.key}: temperature {sampling.temperature} or top_p {sampling.top_p} "

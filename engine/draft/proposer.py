@@ -74,6 +74,15 @@ class Proposer:
         self._recorded = recorded
         self._sequences: dict[int, DraftSequence] = {}
 
+    @property
+    def architecture(self) -> Architecture:
+        """The model that drafts."""
+        return self._architecture
+
+    def replace_architecture(self, architecture: Architecture) -> None:
+        """Draft with another model from the next call on. It has the cache and the columns of the one before."""
+        self._architecture = architecture
+
     @torch.inference_mode()
     def propose(
         self,

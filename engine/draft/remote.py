@@ -18,6 +18,7 @@ from engine.core.step import Batch, DeviceDrafts, Draft, DraftRow, KReason, Span
 from engine.draft.feature_log import FeatureLog
 from engine.draft.messages import MAX_OPTIONS, DraftRequestRow, DraftResponse, DraftResponseRow, encode_options
 from engine.errors import DraftDown
+from engine.messages import Submit
 
 
 class DraftLink(Protocol):
@@ -51,6 +52,10 @@ class DraftLink(Protocol):
         """
         ...
 
+    def mark_step(self, *, runs: bool) -> None:
+        """Tell the draft that a step begins, or has ended."""
+        ...
+
     def close(self) -> None:
         """Release the endpoint. Nothing may be asked afterwards."""
         ...
@@ -66,6 +71,7 @@ class RemoteDrafter:
         deadline_s: seconds until a silent draft counts as hung.
         on_down: called once with the reason when the draft fails.
         width: most children of a node of a draft tree; 1 asks for chains.
+        learns: whether the draft may learn from a request; None lets it learn from none.
     """
 
     def __init__(
@@ -77,6 +83,7 @@ class RemoteDrafter:
         deadline_s: float,
         on_down: Callable[[str], None],
         width: int = 1,
+        learns: Callable[[Submit], bool] | None = None,
     ) -> None:
         self._vocab: torch.Tensor | None = None
         self._max_request_tokens = max_request_tokens
@@ -85,6 +92,7 @@ class RemoteDrafter:
         self._deadline_s = deadline_s
         self._on_down = on_down
         self._width = width
+        self._learns = learns
         self._endpoint: DraftLink | None = None
         self._sent: dict[int, int] = {}  # request key -> committed tokens that the draft has received
         self._refused: set[int] = set()  # requests the draft had no memory for, until one of its requests ends
@@ -123,6 +131,8 @@ class RemoteDrafter:
         self._released.clear()
 
     def draft(self, batch: Batch) -> Draft:
+        if self._endpoint is not None:
+            self._endpoint.mark_step(runs=True)
         rows = empty_rows(batch)
         asked = self._asked(batch.spans)
         if not asked:
@@ -164,6 +174,8 @@ class RemoteDrafter:
 
     def committed(self, batch: Batch, verdict: Verdict) -> None:
         """Keep the target's features of the step for a draft that reads them."""
+        if self._endpoint is not None:
+            self._endpoint.mark_step(runs=False)
         if self._log is not None and verdict.features is not None:
             self._log.add(verdict.features, batch.spans, verdict.rows)
 
@@ -230,6 +242,7 @@ class RemoteDrafter:
                     sampling=request.row_sampling,
                     exit_threshold=span.exit_threshold,
                     width=self._width,
+                    learn_from=request.num_prompt if self._learns is not None and self._learns(request.submit) else -1,
                     options=processor.options if processor is not None and start == 0 else None,
                     feature_rows=self._log.rows(request.key, start, len(new_tokens)) if self._log is not None else (),
                 )

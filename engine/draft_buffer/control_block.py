@@ -91,6 +91,16 @@ class DraftBlock:
         """Seconds since the draft's last heartbeat."""
         return (time.monotonic_ns() - self._words[Word.HEARTBEAT]) / 1e9
 
+    def mark_step(self, *, runs: bool) -> None:
+        """Note that the target begins a step (`runs`), or has ended one."""
+        self._words[Word.IDLE_SINCE] = 0 if runs else time.monotonic_ns()
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the target's latest step; 0 during a step."""
+        since = self._words[Word.IDLE_SINCE]
+        return (time.monotonic_ns() - since) / 1e9 if since > 0 else 0.0
+
     @property
     def request_seq(self) -> int:
         """Sequence number of the latest draft request."""
@@ -262,25 +272,22 @@ class DraftBlock:
     def _write_feature_rows(self, rows: Sequence[DraftRequestRow], num_new_tokens: int) -> None:
         feature_rows = np.array([index for row in rows for index in row.feature_rows], dtype=np.int64)
         if len(feature_rows) != num_new_tokens or not all_within(feature_rows + 1, self.spec.feature_rows + 1):
-            raise ValueError(
-                f"draft request: {len(feature_rows)} feature rows for {num_new_tokens} new tokens, or not all within "
-                f"-1..{self.spec.feature_rows - 1}"
-            )
+            given = f"{len(feature_rows)} feature rows for {num_new_tokens} new tokens"
+            raise ValueError(f"draft request: {given}, or not all within -1..{self.spec.feature_rows - 1}")
         self._arrays.feature_rows[:num_new_tokens] = feature_rows
 
     def _read_feature_rows(self, num_new_tokens: int) -> list[int]:
         feature_rows = self._arrays.feature_rows[:num_new_tokens].astype(np.int64)
         if not all_within(feature_rows + 1, self.spec.feature_rows + 1):
             raise CorruptBlock(f"a feature row is outside -1..{self.spec.feature_rows - 1}")
-        indices: list[int] = feature_rows.tolist()
-        return indices
+        return list(map(int, feature_rows))
 
 
 def _request_record(row: DraftRequestRow, num_options: int) -> tuple[Any, ...]:
     """The values of one request row, in the order of its record's fields."""
     sampling = row.sampling
     sampled_as = (sampling.temperature, sampling.top_p, sampling.stream_key, sampling.attempt, sampling.coupled)
-    limits = (sampling.top_k, sampling.min_p, row.exit_threshold, row.width, num_options)
+    limits = (sampling.top_k, sampling.min_p, row.exit_threshold, row.width, row.learn_from, num_options)
     return (row.key, row.start, len(row.new_tokens), row.k, *sampled_as, *limits)
 
 
@@ -293,12 +300,14 @@ def _request_row(
         CorruptBlock: k is above the capacity.
         ValueError: another value is out of range.
     """
-    key, start, _, k, temperature, top_p, stream_key, attempt, coupled, top_k, min_p, exit_threshold, width, _ = record
+    key, start, _, k, temperature, top_p, stream_key, attempt, coupled, *limits = record
+    top_k, min_p, exit_threshold, width, learn_from, _ = limits
     return DraftRequestRow(
         *(key, start, new_tokens, check_count("k", k, max_k)),
         RowSampling(temperature, top_p, stream_key, attempt, bool(coupled), top_k, min_p),
         exit_threshold=exit_threshold,
         width=width,
+        learn_from=learn_from,
         options=decode_options(options),
         feature_rows=feature_rows,
     )

@@ -110,6 +110,11 @@ class DraftEndpoint:
         """[feature_rows, feature_width] or None, see `views`."""
         return self.views.features
 
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the target's latest step; 0 during a step. Not after `close`."""
+        return self._block.idle_s
+
     def read(self, tensors: Sequence[torch.Tensor]) -> list[npt.NDArray[Any]]:
         """Publish what was written to the payload, and copy int32, int64 and float32 tensors to the host. One wait.
 

@@ -5,7 +5,7 @@ Owns the words, the records, the arrays behind them, and their bounds checks. Re
 
     word     0 .. 15   magic, version, epoch, capacities                    written once by the target
             16 .. 23   opened epoch, heartbeat (ns)                         written by the draft
-            24 .. 31   request: epoch, counts             32  request seq   written by the target, seq last
+            24 .. 31   request: epoch, counts, idle since 32  request seq   written by the target, seq last
             40 .. 47   response: epoch, counts, seconds   48  response seq  written by the draft, seq last
     arrays             request rows, new tokens, released, options, feature rows
                        response rows, token ids, confidences, parents
@@ -26,7 +26,7 @@ import numpy.typing as npt
 from engine.draft.messages import MAX_OPTIONS
 from engine.errors import ConfigError
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 NUM_WORDS = 64
 
@@ -123,6 +123,8 @@ class Word:
     REQUEST_TOKENS = 26
     REQUEST_RELEASED = 27
     REQUEST_OPTIONS = 28
+    IDLE_SINCE = 29
+    """Monotonic nanoseconds at which the target ended its latest step; 0 during a step."""
     REQUEST_SEQ = 32
     RESPONSE_EPOCH = 40
     RESPONSE_ROWS = 41
@@ -148,6 +150,7 @@ _REQUEST_ROW = np.dtype(
         ("min_p", "<f8"),
         ("exit_threshold", "<f8"),
         ("width", "<i8"),
+        ("learn_from", "<i8"),
         ("num_options", "<i8"),
     ]
 )

@@ -175,6 +175,11 @@ class TargetEndpoint:
         self._payload.acquire()
         return replace(response, handoff_s=max(time.monotonic() - start - response.draft_s, 0.0))
 
+    def mark_step(self, *, runs: bool) -> None:
+        """Tell the draft that a step begins, or has ended. Without effect once the endpoint is closed."""
+        if self._down is None:
+            self._block.mark_step(runs=runs)
+
     def _publish(self, rows: Sequence[DraftRequestRow]) -> None:
         """Put the committed tokens of a request where the draft's forward reads them, and publish the payload."""
         tokens = np.array([token for row in rows for token in row.new_tokens], dtype=np.int32)

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from engine.metrics.serving import ALIASES, FLEET, MEMORY, REQUESTS
-from engine.metrics.speculation import DRAFTS, PACE, STEPS
+from engine.metrics.speculation import ADAPTATION, DRAFTS, PACE, STEPS
 from engine.metrics.types import Metric
 
-METRICS: tuple[Metric, ...] = STEPS + DRAFTS + PACE + REQUESTS + MEMORY + FLEET + ALIASES
+METRICS: tuple[Metric, ...] = STEPS + DRAFTS + ADAPTATION + PACE + REQUESTS + MEMORY + FLEET + ALIASES
 
 
 def by_name(metrics: Iterable[Metric] = METRICS) -> dict[str, Metric]:

@@ -106,6 +106,59 @@ DRAFTS = (
     ),
 )
 
+ADAPTATION = (
+    counter("paceline_draft_adaptation_steps_total", "speculation", "Steps that the trainer of the draft has made."),
+    counter(
+        "paceline_draft_adaptation_tokens_total",
+        "speculation",
+        "Positions that the draft was trained on; repeated ones count again.",
+        unit="tokens",
+    ),
+    counter(
+        "paceline_draft_adaptation_documents_total",
+        "speculation",
+        "Requests, or parts of them, that the trainer of the draft has received.",
+    ),
+    counter(
+        "paceline_draft_adaptation_swaps_total",
+        "speculation",
+        "Times that better weights of the draft were swapped in.",
+        "sum (increase(paceline_draft_adaptation_swaps_total{$selector}[$window]))",
+    ),
+    counter(
+        "paceline_draft_adaptation_rollbacks_total",
+        "speculation",
+        "Times that weights of the draft were taken back, because live requests accepted less.",
+        "sum (increase(paceline_draft_adaptation_rollbacks_total{$selector}[$window]))",
+    ),
+    counter(
+        "paceline_draft_adaptation_cpu_seconds_total",
+        "speculation",
+        "CPU time of the trainer of the draft.",
+        unit="seconds",
+    ),
+    gauge(
+        "paceline_draft_adaptation_buffer_bytes",
+        "speculation",
+        "Requests that are kept to train the draft on.",
+        unit="bytes",
+    ),
+    gauge(
+        "paceline_draft_adaptation_live_acceptance_ratio",
+        "speculation",
+        "Share of first drafted tokens that live requests accepted, with the weights that serve.",
+        unit="ratio",
+    ),
+    gauge(
+        "paceline_draft_adaptation_held_out_tokens_per_step",
+        "speculation",
+        "Tokens per verify step on held-out requests, greedy: of the weights that serve, and of those in training.",
+        unit="tokens",
+        labels=("weights",),
+        values=("serving", "training"),
+    ),
+)
+
 PACE = (
     histogram(
         "paceline_k",

@@ -62,6 +62,7 @@ class _FirstFeatures:
         self.probs = endpoint.probs
         self.features = endpoint.features
         self.drafted = endpoint.drafted
+        self.mark_step = endpoint.mark_step
 
     def ask(self, rows: Sequence[DraftRequestRow], released: Sequence[int] = (), *, deadline_s: float) -> DraftResponse:
         sent = [replace(row, feature_rows=(0,) * len(row.new_tokens)) for row in rows]

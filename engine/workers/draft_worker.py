@@ -9,12 +9,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
+from engine.adaptation.adaptation import Adaptation
+from engine.adaptation.supported import check_adaptable
+from engine.adaptation.trainer_process import TRAINER
 from engine.checkpoint.draft_check import check_draft
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights import WHOLE, WeightFiles
@@ -22,6 +26,7 @@ from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.dflash.decoder import DFlashDecoder
 from engine.dflash.load import load_dflash
+from engine.draft.architectures import EagleArchitecture
 from engine.draft.messages import DraftInfo, DraftRequest, DraftRequestRow, DraftResponseRow
 from engine.draft.proposer import OnDevice, Proposer
 from engine.draft_buffer.target_endpoint import BufferHandle, DraftEndpoint, gpu_uuid, open_draft_buffer
@@ -35,6 +40,7 @@ from engine.sampling.grammar import Grammars
 from engine.sampling.row_sampling import RowSampling
 from engine.sampling.staging import to_host
 from engine.sampling.vocabulary import load_tokenizer_info
+from engine.workers.adapted_draft import AdaptedDraft
 from engine.workers.loaded_draft import LoadedParts, heads_parts, make_architecture
 from engine.workers.memory_plan import weight_bytes
 
@@ -52,13 +58,22 @@ class DraftWorker:
         folder: the draft's model folder.
         target_folder: the target's model folder; a draft may share the target's embedding.
         node_id: node that this process runs on.
+        trainer: command that trains a draft that is adapted.
     """
 
     _proposer: Proposer
     _pool: BlockPool
     _endpoint: DraftEndpoint
 
-    def __init__(self, config: EngineConfig, folder: Path, target_folder: Path, *, node_id: str) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        folder: Path,
+        target_folder: Path,
+        *,
+        node_id: str,
+        trainer: Sequence[str] = TRAINER,
+    ) -> None:
         self._config = config = with_device(config)
         self._folder = folder
         self._target_folder = target_folder
@@ -68,6 +83,9 @@ class DraftWorker:
         self._own_threads = False
         self._has_cache = True
         self._memory_bytes = self._cap_bytes = 0
+        self._trainer = trainer
+        self._adapted: AdaptedDraft | None = None
+        self._adaptation: Adaptation[EagleArchitecture] | None = None
 
     def load(self) -> DraftInfo:
         """Load the weights and make the KV pool under the memory cap.
@@ -82,6 +100,7 @@ class DraftWorker:
         dtype = pick_dtype(self._config.dtype)
         target = ModelConfig.load(self._target_folder)
         checked = check_draft(self._folder, self._target_folder)
+        check_adaptable(self._config, checked)
         draft = self._load_heads(dtype) if checked.medusa is not None else self._load_decoder(dtype, target, checked)
         config, vocab, width, self._pool = draft.config, draft.vocab, draft.width, draft.pool
         grammars = Grammars(lambda: load_tokenizer_info(self._target_folder, target.vocab_size, target.eos_token_ids))
@@ -105,11 +124,18 @@ class DraftWorker:
             "kernel": self._config.draft_kernel,
             "max_model_len": self._config.max_model_len,
         }
+
+        def load(folder: Path) -> LoadedDraft:
+            return load_draft(folder, self._target_folder, **options, packed=self._config.packed == "auto")
+
         if checked.dflash is not None:
             draft = LoadedDraft(load_dflash(self._folder, self._target_folder, **options), None)
+        elif self._config.speculative.adaptation.enabled:
+            folders = (self._folder, self._target_folder)
+            self._adapted = AdaptedDraft(self._config, *folders, load=load, trainer=self._trainer)
+            draft = self._adapted.first()
         else:
-            packed = self._config.packed == "auto"
-            draft = load_draft(self._folder, self._target_folder, **options, packed=packed)
+            draft = load(self._folder)
         self._own_threads = draft.decoder.own_threads
         config = draft.decoder.config
         width = config.draft_vocab_size or min(config.vocab_size, target.vocab_size)
@@ -145,17 +171,31 @@ class DraftWorker:
     def run(self) -> None:
         """Serve draft requests until `stop`, or until the target is gone. After `connect`."""
         set_threads(self._config, own_threads=self._own_threads)
+        if self._adapted is not None:
+            self._adaptation = self._adapted.adaptation(self._proposer, lambda: self._endpoint.idle_s)
+            self._adaptation.start()
         try:
             while not self._stop.is_set():
                 request = self._endpoint.wait(_WAIT_PERIOD_S)
+                begin = time.perf_counter()
+                if self._adaptation is not None:
+                    self._swap(self._adaptation.before(request))
                 if request is not None:
-                    begin = time.perf_counter()
                     rows = self._propose(request)
+                    if self._adaptation is not None:
+                        self._adaptation.after(request, rows, self._endpoint.features)
                     self._endpoint.respond(rows, draft_s=time.perf_counter() - begin)
         except EngineUnavailable as error:
             _log.info("the draft ends: %s", error)
         finally:
+            if self._adaptation is not None:
+                self._adaptation.close()
             self._endpoint.close()
+
+    def _swap(self, architecture: EagleArchitecture | None) -> None:
+        """Draft with other weights from the next request on."""
+        if architecture is not None:
+            self._proposer.replace_architecture(architecture)
 
     def _propose(self, request: DraftRequest) -> tuple[DraftResponseRow, ...]:
         endpoint, views = self._endpoint, self._endpoint.views
@@ -173,6 +213,8 @@ class DraftWorker:
         counters = MetricCounters()
         counters.set("paceline_draft_memory_bytes", self._memory_bytes)
         counters.set("paceline_draft_memory_cap_bytes", self._cap_bytes)
+        if self._adaptation is not None:
+            self._adaptation.count(counters)
         if not self._has_cache:
             return counters.read()
         blocks = self._pool.usage()

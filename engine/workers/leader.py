@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from engine.adaptation.consent import consents
 from engine.config import DRAFT_METHODS
 from engine.core.block_pool import BlockPool
 from engine.core.committer import Committer
@@ -136,6 +137,7 @@ class Leader:
             deadline_s=self._shard.config.speculative.deadline_s,
             on_down=lambda reason: self._send(DraftStatus(up=False, reason=reason)),
             width=self._shard.config.tree_width,
+            learns=lambda submit: consents(self._shard.config.speculative.adaptation, submit),
         )
 
     def _connection(self, remote: RemoteDrafter) -> DraftConnection:

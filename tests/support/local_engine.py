@@ -44,11 +44,18 @@ class LocalEngine:
     Args:
         folder, draft_folder: model folders.
         pacer: chooses K; the default follows `speculative.policy`.
+        trainer: command of the trainer of an adapted draft.
         settings: fields of `EngineConfig`; small defaults are filled in.
     """
 
     def __init__(
-        self, folder: Path, *, draft_folder: Path | None = None, pacer: Pacer | None = None, **settings: Any
+        self,
+        folder: Path,
+        *,
+        draft_folder: Path | None = None,
+        pacer: Pacer | None = None,
+        trainer: Sequence[str] = ("no trainer",),
+        **settings: Any,
     ) -> None:
         speculative = settings.pop("speculative", {"method": "none"})
         draft = check_draft(draft_folder, folder) if draft_folder is not None else None
@@ -69,7 +76,9 @@ class LocalEngine:
         self.shards = [
             TargetShard(self.config, folder, rank=rank, node_id=NODE, feature_layers=tapped) for rank in range(size)
         ]
-        self.draft = DraftWorker(self.config, draft_folder, folder, node_id=NODE) if draft_folder else None
+        self.draft = (
+            DraftWorker(self.config, draft_folder, folder, node_id=NODE, trainer=trainer) if draft_folder else None
+        )
         self.stats: list[StepStats] = []
         self.last: dict[str, Delta] = {}
         self.joined: dict[str, Delta] = {}

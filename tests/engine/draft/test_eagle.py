@@ -188,6 +188,9 @@ class MortalEndpoint:
             raise DraftDown("it died")
         return self._endpoint.ask(rows, released, deadline_s=deadline_s)
 
+    def mark_step(self, *, runs: bool) -> None:
+        return None
+
     def close(self) -> None:
         return None
 

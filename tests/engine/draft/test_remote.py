@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -29,6 +29,7 @@ class ScriptedLink:
         self.asked: list[tuple[tuple[DraftRequestRow, ...], tuple[int, ...], float]] = []
         self.responses: list[tuple[DraftResponseRow, ...] | DraftDown] = []
         self.is_closed = False
+        self.steps: list[bool] = []
 
     def drafted(self, num_rows: int) -> DeviceDrafts:
         return DeviceDrafts(torch.zeros(num_rows, MAX_K, dtype=torch.int64), torch.zeros(num_rows, MAX_K), self.probs)
@@ -40,6 +41,9 @@ class ScriptedLink:
             raise response
         return DraftResponse(1, len(self.asked), response, draft_s=0.25, handoff_s=0.125)
 
+    def mark_step(self, *, runs: bool) -> None:
+        self.steps.append(runs)
+
     def close(self) -> None:
         self.is_closed = True
 
@@ -48,7 +52,7 @@ class Setup:
     """A drafter with a scripted link, and why it went down."""
 
     def __init__(self, *, max_request_tokens: int = 100, max_released: int = 2, max_options: int = 1000, width: int = 1,
-                 feature_rows: int = 0) -> None:  # fmt: skip
+                 feature_rows: int = 0, learns: Callable[[Submit], bool] | None = None) -> None:  # fmt: skip
         self.reasons: list[str] = []
         self.drafter = RemoteDrafter(
             max_request_tokens=max_request_tokens,
@@ -57,6 +61,7 @@ class Setup:
             deadline_s=1.5,
             on_down=self.reasons.append,
             width=width,
+            learns=learns,
         )
         self.link = ScriptedLink(feature_rows=feature_rows)
         self.drafter.attach(self.link)
@@ -100,6 +105,30 @@ def test_a_request_carries_the_tokens_that_the_draft_lacks() -> None:
         (2, 0, (10, 11, 12, 13, 14), 3),
     ]
     assert draft.num_caught_up == 7
+
+
+def test_a_request_says_from_where_on_the_draft_may_learn() -> None:
+    """From its first generated token, if it consents; a drafter without a rule lets it learn from none."""
+    consenting, other = request(1, 3), request(2, 3)
+    consenting.tokens += [7]
+    setup = Setup(learns=lambda submit: submit.request_id == "1")
+    setup.draft(decode(consenting, 2), decode(other, 2))
+    assert [row.learn_from for row in setup.last] == [3, -1]
+    setup = Setup()
+    setup.draft(decode(consenting, 2))
+    assert [row.learn_from for row in setup.last] == [-1]
+
+
+def test_the_draft_is_told_when_a_step_begins_and_ends() -> None:
+    """Also of steps without a draft request."""
+    setup, one = Setup(), request(1, 3)
+    setup.draft(decode(one, 0))
+    assert setup.link.steps == [True]
+    setup.drafter.committed(Batch(1, (), 0), Verdict(()))
+    assert setup.link.steps == [True, False]
+    setup.drafter.detach()
+    setup.draft(decode(one, 0))
+    assert setup.link.steps == [True, False]
 
 
 def test_tokens_that_do_not_fit_follow_in_later_steps_and_nothing_is_drafted_before() -> None:

@@ -51,6 +51,7 @@ def request_rows(draw: st.DrawFn) -> DraftRequestRow:
         ),
         options=draw(st.none() | token_options) if start == 0 else None,
         width=draw(st.integers(1, MAX_WIDTH)),
+        learn_from=draw(st.integers(-1, 2**40)),
     )
 
 
@@ -87,3 +88,15 @@ def test_every_value_survives_the_block(
     reader.write_response(request, rows_out, draft_s)
     response = writer.read_response(seq, [row.k for row in rows])
     assert (response.epoch, response.seq, list(response.rows), response.draft_s) == (9, seq, rows_out, draft_s)
+
+
+def test_the_target_is_idle_from_the_end_of_a_step_on() -> None:
+    block = DraftBlock(mmap.mmap(-1, block_bytes(SPEC)), SPEC, 1)
+    assert block.idle_s == 0.0  # no step yet
+    block.mark_step(runs=True)
+    assert block.idle_s == 0.0
+    block.mark_step(runs=False)
+    first = block.idle_s
+    assert 0.0 < first < block.idle_s
+    block.mark_step(runs=True)
+    assert block.idle_s == 0.0

@@ -168,6 +168,7 @@ def test_the_reader_refuses_a_request_value_just_out_of_range(
         ("num_new_tokens", -1, "rows claim 3 values of 6"),
         ("num_options", SPEC.max_options // 3 + 1, f"rows claim {SPEC.max_options + 1} values of {SPEC.max_options}"),
         ("start", -1, "draft request row 0: start -1, k 2 or stream key out of range"),
+        ("learn_from", -2, "draft request row 0: learn_from -2 is below -1"),
         ("exit_threshold", 1.01, "draft request row 0: exit threshold 1.01 is not within 0 and 1"),
     ],
 )

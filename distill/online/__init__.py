@@ -1,0 +1,1 @@
+"""The trainer of a draft that is adapted while it serves."""

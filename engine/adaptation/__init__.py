@@ -1,0 +1,1 @@
+"""Online adaptation of a draft: what it collects, when its trainer runs, which weights serve."""
