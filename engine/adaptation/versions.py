@@ -3,7 +3,7 @@
 Owns names, checksums and the bound of their number. A version is renamed into place when it is complete; a damaged one
 is refused. Knows nothing of what is in the files. Imports no torch.
 
-    <cache>/adaptation/<hash of target and draft>/<time in ns>-<process>/   config.json, model.safetensors, version.json
+    <cache>/adaptation/<hash of target and draft>/<number>-<process>/   config.json, model.safetensors, version.json
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,7 @@ class Versions:
 
     def all(self) -> list[Path]:
         """Complete versions, oldest first."""
-        return sorted(path.parent for path in self.root.glob(f"[0-9]*/{FACTS}"))
+        return sorted(path.parent for path in self.root.glob(f"[0-9]*-[0-9]*/{FACTS}"))
 
     def newest(self) -> Path | None:
         """The newest version that is not damaged; None without one. Logs what it refuses."""
@@ -71,7 +70,8 @@ class Versions:
             facts: kept in `version.json`.
         """
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        name = f"{time.time_ns():020d}-{os.getpid()}"
+        number = max((int(path.name.split("-")[0]) for path in self.all()), default=0) + 1
+        name = f"{number:08d}-{os.getpid()}"
         partial = self.root / f".{name}.partial"
         partial.mkdir(mode=0o700)
         try:
