@@ -35,6 +35,33 @@ def add_bench_parser(subparsers: Any) -> None:
     _add_proxy(actions)
     _add_gpu(actions)
     _add_experts(actions)
+    _add_adaptation(actions)
+
+
+def _add_adaptation(actions: Any) -> None:
+    adaptation = actions.add_parser(
+        "adaptation",
+        help="a draft that learns from one narrow workload: its acceptance over time, and its price",
+        description="Orders in free text are turned into JSON of one schema, one request after the other with pauses. "
+        "Tokens per verify step over time with adaptation, then on the same prompts without. With --price: time per "
+        "step and to the first token with and without, in turns.",
+    )
+    adaptation.add_argument("--requests", type=int, default=400, metavar="N")
+    adaptation.add_argument("--rows", type=int, default=8, metavar="N", help="rows of the table, of equal size")
+    adaptation.add_argument("--pause", type=float, default=1.0, metavar="S", help="seconds between two requests")
+    adaptation.add_argument("--max-tokens", type=int, default=128)
+    adaptation.add_argument("--cpu-share", type=float, default=1.0, metavar="SHARE", help="of the trainer")
+    adaptation.add_argument("--no-lookup", action="store_true", help="draft by the model alone")
+    adaptation.add_argument(
+        "--price",
+        nargs="*",
+        choices=["off", "on"],
+        metavar="NAME",
+        help="turns of --price, on or off (default: off on on off)",
+    )
+    adaptation.add_argument("--seed", type=int, default=0, help="of the prompts")
+    adaptation.add_argument("--out", type=Path, help="write the figures as JSON")
+    adaptation.set_defaults(run=_run("adaptation.run", "adaptation"))
 
 
 def _add_experts(actions: Any) -> None:

@@ -51,7 +51,7 @@ LAYERS = {
         "settings engine_client errors",
     ),
     "distill": ("options", "cli convert online", "training", "models", "data", "settings"),
-    "bench": ("options", "soak peers pace proxy gpu proposers", "engine_only", "load"),
+    "bench": ("options", "soak peers pace proxy gpu proposers adaptation", "engine_only", "load"),
     "dashboards": (
         "options",
         "commands",

@@ -110,14 +110,28 @@ class Rounds:
 
 
 def run_load(
-    url: str, model: str, prompts: Sequence[str], *, streams: int, body: dict[str, Any], timeout_s: float = 600.0
+    url: str,
+    model: str,
+    prompts: Sequence[str],
+    *,
+    streams: int,
+    body: dict[str, Any],
+    timeout_s: float = 600.0,
+    pause_s: float = 0.0,
 ) -> Run:
     """Run `load` in a separate event loop. It uses uvloop, which takes less CPU time from the server."""
-    return uvloop.run(load(url, model, prompts, streams=streams, body=body, timeout_s=timeout_s))
+    return uvloop.run(load(url, model, prompts, streams=streams, body=body, timeout_s=timeout_s, pause_s=pause_s))
 
 
 async def load(
-    url: str, model: str, prompts: Sequence[str], *, streams: int, body: dict[str, Any], timeout_s: float = 600.0
+    url: str,
+    model: str,
+    prompts: Sequence[str],
+    *,
+    streams: int,
+    body: dict[str, Any],
+    timeout_s: float = 600.0,
+    pause_s: float = 0.0,
 ) -> Run:
     """Send every prompt once, `streams` at a time.
 
@@ -128,6 +142,7 @@ async def load(
         streams: number of concurrent requests.
         body: fields that are added to every request.
         timeout_s: upper bound of the duration of a request.
+        pause_s: seconds that a stream waits after each response.
 
     Returns:
         The run. Failed requests are in its `errors`; they raise nothing.
@@ -146,6 +161,7 @@ async def load(
                     responses.append(await _send(session, url, model, prompt, index, body))
                 except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                     errors.append(f"{type(error).__name__}: {error}"[:300])
+                await asyncio.sleep(pause_s)
 
         begin = time.perf_counter()
         await asyncio.gather(*(stream() for _ in range(streams)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from deployments.settings import AppSettings
+from engine.adaptation.supported import check_adaptable
 from engine.checkpoint.draft_check import check_draft
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.store import resolve_model
@@ -42,13 +43,16 @@ def with_draft(settings: AppSettings, target_folder: Path) -> tuple[AppSettings,
         The settings unchanged, and None, if no draft is configured.
 
     Raises:
-        ConfigError: the draft does not fit the target, or contradicts `speculative.method`.
+        ConfigError: the draft does not fit the target, contradicts `speculative.method`, or cannot learn although the
+            settings ask for it.
     """
     speculative = settings.engine.speculative
     if speculative.draft is None:
         return settings, None
     folder = resolve_draft(speculative.draft)
-    method = check_draft(folder, target_folder).architecture
+    checked = check_draft(folder, target_folder)
+    check_adaptable(settings.engine, checked)
+    method = checked.architecture
     if speculative.method in ("eagle", "medusa") and method != speculative.method:
         raise ConfigError(
             f"speculative.method: {speculative.method} given, but {folder} holds a {method}; "

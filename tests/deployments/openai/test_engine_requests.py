@@ -165,7 +165,7 @@ def test_every_option_reaches_the_engine_by_value() -> None:
             stop_token_ids=[other, eos],
             logprobs=2,
             guided_regex="a+",
-            speculative={"enabled": False, "max_k": 3},
+            speculative={"enabled": False, "max_k": 3, "learn": False},
         ),
         "r",
         CODEC,
@@ -189,7 +189,7 @@ def test_every_option_reaches_the_engine_by_value() -> None:
         num_prompt_logprobs=None,
         grammar=GrammarSpec(kind="regex", text="a+"),
     )
-    assert submit.speculative == SpeculativeOptions(enabled=False, max_k=3)
+    assert submit.speculative == SpeculativeOptions(enabled=False, max_k=3, learn=False)
 
 
 @pytest.mark.parametrize(("given", "expected"), [(-1, 0), (0, 0), (1, 1), (None, 0)])

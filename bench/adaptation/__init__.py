@@ -1,0 +1,1 @@
+"""Measurements of a draft that learns from live traffic."""
