@@ -87,6 +87,11 @@ class KeyRing:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the keys' owners."""
+        return frozenset(client.name for _, client in self._entries)
+
     def find(self, key: str) -> Client | None:
         """The client of a key; None for an unknown key. Takes the same time for every key."""
         digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

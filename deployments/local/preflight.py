@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from deployments.http.keys import KeyRing
+from deployments.http.keys import KeyRing, has_keys
 from deployments.local import machine
 from deployments.local.ports import check_port
 from deployments.local.ray_head import OBJECT_STORE_BYTES, TEMPORARY
@@ -68,9 +68,16 @@ def _check_direct_port(settings: AppSettings, host: str, port: int) -> None:
 def _check_keys(settings: AppSettings, host: str, port: int) -> None:
     del host, port
     try:
-        KeyRing.load(settings.api_keys_file)
+        names = KeyRing.load(settings.api_keys_file).names
     except ConfigError as error:
         raise ConfigError(f"api_keys_file: {error}; `paceline key NAME --file FILE` makes one") from None
+    adaptation = settings.engine.speculative.adaptation
+    unknown = sorted(set(adaptation.keys) - names) if adaptation.enabled else []
+    if unknown:
+        raise ConfigError(
+            f"engine.speculative.adaptation.keys: no key has the name {', '.join(unknown)}; the keys of this server "
+            f"are {', '.join(sorted(names)) or 'none'}"
+        )
 
 
 def _check_trace_file(settings: AppSettings, host: str, port: int) -> None:
@@ -179,6 +186,17 @@ def check_memory(settings: AppSettings, folder: Path, draft_folder: Path | None,
             f"cache {_size(cache)}, draft {_size(draft)}, adapters {_size(adapters)}, processes {_size(processes)}, "
             f"replicas {settings.num_replicas}); use a smaller model, fewer replicas or a smaller kv_cache_tokens"
         )
+
+
+def adaptation_line(settings: AppSettings) -> str | None:
+    """Whose requests the draft learns from; None if it does not learn."""
+    adaptation = settings.engine.speculative.adaptation
+    if not adaptation.enabled:
+        return None
+    if not has_keys(settings):
+        return "Online adaptation is on: the draft learns from every request, unless it says learn: false"
+    whose = ", ".join(adaptation.keys) or "nobody, because adaptation.keys is empty"
+    return f"Online adaptation is on: the draft learns from the requests of {whose}"
 
 
 def adapter_lines(engine: EngineConfig, folder: Path) -> list[str]:

@@ -28,6 +28,7 @@ from deployments.local.ray_head import APPLICATIONS, LocalRay
 from deployments.local.weights import cache_line, weights_line
 from deployments.monitoring.discovery import clear_dead, targets_folder
 from deployments.settings import AppSettings
+from engine.adaptation.supported import check_adaptable
 from engine.checkpoint.draft_check import check_draft
 from engine.checkpoint.store import resolve_model
 from engine.errors import ConfigError, EngineUnavailable
@@ -99,11 +100,13 @@ def _prepare(settings: AppSettings, console: Console) -> None:
         console.print(weights, markup=False, highlight=False)
     for line in preflight.adapter_lines(settings.engine, folder):
         console.print(line, markup=False, highlight=False)
+    if (adaptation := preflight.adaptation_line(settings)) is not None:
+        console.print(adaptation, markup=False, highlight=False)
     draft, draft_folder = settings.engine.speculative.draft, None
     if draft is not None:
         try:
             draft_folder = resolve_draft(draft, progress=True)
-            check_draft(draft_folder, folder)
+            check_adaptable(settings.engine, check_draft(draft_folder, folder))
         except ConfigError as error:
             raise ConfigError(f"speculative.draft: {error}") from None
     preflight.check_memory(settings, folder, draft_folder, free_bytes=machine.free_memory())

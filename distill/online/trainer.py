@@ -106,8 +106,7 @@ class OnlineTrainer:
     def load(self, folder: Path) -> None:
         """Serve and train from the weights of a folder."""
         self._served = self._read(folder)
-        self._trained = copy.deepcopy(self._served)
-        self._average = copy.deepcopy(self._served)
+        self._trained, self._average = (self._copy(self._served) for _ in range(2))
         self._masters = Masters(self._trained, self._config)
         self._scores.clear()
         self._steps_since = 0
@@ -206,6 +205,10 @@ class OnlineTrainer:
         hits, _ = answer_hits(draft, collate([example]), first_root, self._setup.k, 1.0)
         lengths, emitted = walk(hits[:, : max(hits.shape[1] - 1, 1)])
         return emitted / len(lengths)
+
+    def _copy(self, draft: EagleDraft) -> EagleDraft:
+        """The same weights once more, with the same embedding."""
+        return copy.deepcopy(draft, {id(draft.embed): draft.embed})
 
     def _read(self, folder: Path) -> EagleDraft:
         config = read_config(folder)

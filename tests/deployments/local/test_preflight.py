@@ -78,6 +78,26 @@ def test_internal_ports_move_on_and_never_meet(busy_port: int) -> None:
     assert free_port(wanted) == wanted
 
 
+def learning(*keys: str, **values: Any) -> AppSettings:
+    speculative = {"draft": "smollm2-eagle", "adaptation": {"enabled": True, "keys": list(keys)}}
+    return settings(engine={"model": "some/model", "speculative": speculative}, **values)
+
+
+def test_a_draft_that_learns_is_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACELINE_API_KEYS", raising=False)
+    assert preflight.adaptation_line(settings()) is None
+    assert "learns from every request" in (preflight.adaptation_line(learning()) or "")
+    monkeypatch.setenv("PACELINE_API_KEYS", "a" * 20)
+    assert "the requests of key-1" in (preflight.adaptation_line(learning("key-1")) or "")
+    assert "of nobody" in (preflight.adaptation_line(learning()) or "")
+
+
+def test_a_key_to_learn_from_must_exist(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_API_KEYS", "a" * 20)
+    with pytest.raises(ConfigError, match=r"adaptation\.keys: no key has the name bob; the keys of .* are key-1"):
+        preflight.check_machine(learning("key-1", "bob"), LOOPBACK, free_port())
+
+
 def test_a_missing_key_file_is_named(cache: Path, tmp_path: Path) -> None:
     missing = tmp_path / "keys.yaml"
     with pytest.raises(ConfigError, match=rf"api_keys_file: {missing}: No such file.*paceline key"):
