@@ -51,6 +51,9 @@ def _add_adaptation(actions: Any) -> None:
     adaptation.add_argument("--pause", type=float, default=1.0, metavar="S", help="seconds between two requests")
     adaptation.add_argument("--max-tokens", type=int, default=128)
     adaptation.add_argument("--cpu-share", type=float, default=1.0, metavar="SHARE", help="of the trainer")
+    adaptation.add_argument("--only", choices=["on", "off"], help="with or without adaptation alone")
+    adaptation.add_argument("--policy", choices=["fixed", "goodput"], default="goodput", help="how K is chosen")
+    adaptation.add_argument("--k", type=int, default=5, help="K of the policy fixed, or its upper bound")
     adaptation.add_argument("--no-lookup", action="store_true", help="draft by the model alone")
     adaptation.add_argument(
         "--price",

@@ -29,7 +29,7 @@ from deployments.monitoring.discovery import FOLDER_ENV
 from engine.checkpoint.store import cache_folder
 
 TURNS = ("off", "on", "on", "off")
-_LEARN, _MEASURED, _BUSY = 30, 40, 24
+_LEARN, _MEASURED, _BUSY = 48, 40, 24
 """Requests of a turn of the price: before the measurement, with pauses, and without."""
 _PREFIX = "paceline_draft_adaptation_"
 _PRICE_PAUSE_S = 0.7
@@ -74,12 +74,16 @@ def adaptation(options: argparse.Namespace) -> int:
         figures: Any = [asdict(turn) for turn in turns]
     else:
         asked = prompts(options.requests, options.seed)
-        with _server(_speculative(options, on=True)) as served:
-            learning = _curve(served.server, asked, options, options.pause, console)
-            counted = served.counted()
-        with _server(_speculative(options, on=False)) as served:
-            plain = _curve(served.server, asked, options, 0.0, console)
-        console.print(_curve_table(learning, plain))
+        learning, plain, counted = list[Row](), list[Row](), dict[str, float]()
+        if options.only != "off":
+            with _server(_speculative(options, on=True)) as served:
+                learning = _curve(served.server, asked, options, options.pause, console)
+                counted = served.counted()
+        if options.only != "on":
+            with _server(_speculative(options, on=False)) as served:
+                plain = _curve(served.server, asked, options, 0.0, console)
+        if not options.only:
+            console.print(_curve_table(learning, plain))
         console.print(", ".join(f"{name.removesuffix('_total')} {value:g}" for name, value in sorted(counted.items())))
         figures = {"on": [asdict(row) for row in learning], "off": [asdict(row) for row in plain], "counted": counted}
     if options.out is not None:
@@ -101,7 +105,8 @@ def step_ms(response: Response) -> float:
 
 def _speculative(options: argparse.Namespace, *, on: bool) -> dict[str, Any]:
     share = {"enabled": True, "cpu_share": options.cpu_share} if on else {}
-    return {"draft": "smollm2-eagle", "k": 5, "lookup": not options.no_lookup, "adaptation": share}
+    pace = {"policy": options.policy, "k": options.k, "lookup": not options.no_lookup}
+    return {"draft": "smollm2-eagle", **pace, "adaptation": share}
 
 
 def _curve(

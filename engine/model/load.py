@@ -113,12 +113,14 @@ def load_draft(
     kernel: KernelKind = "auto",
     max_model_len: int | None = None,
     packed: bool = True,
+    num_threads: int | None = None,
 ) -> LoadedDraft:
     """Load a draft for a target. The other arguments are those of `load_model`.
 
     Args:
         folder: model folder of the draft.
         target_folder: model folder of the target.
+        num_threads: threads of a native forward; None takes as many as PyTorch has in this thread.
 
     Raises:
         ConfigError: the draft does not fit the target (names the field and both values), or a reason of `load_model`.
@@ -146,6 +148,7 @@ def load_draft(
         collectives=Solo(),
         target_folder=target_folder,
         feature_layers=() if head is None else (config.num_layers - 1,),
+        num_threads=num_threads,
     )
     if isinstance(head, Eagle3Head) and config.eagle3 is not None and config.eagle3.mask_token_id is not None:
         with torch.inference_mode():
@@ -182,6 +185,7 @@ def _load_decoder(
     feature_layers: tuple[int, ...],
     adapt: Adapt | None = None,
     fp8_cache: bool = False,
+    num_threads: int | None = None,
 ) -> Model:
     """Load the decoder from `files`, for the fastest kernels. Arguments and errors are those of `load_model`.
 
@@ -206,7 +210,7 @@ def _load_decoder(
         if adapt is not None:
             weights = adapt(config, shard, weights)
         if native:
-            threads = torch.get_num_threads()
+            threads = num_threads or torch.get_num_threads()
             native_decoder = NativeDecoder(config, weights, feature_layers=feature_layers, num_threads=threads)
             loader.check_all_read()
             _report_quantised(files, compute, native_decoder.packed)

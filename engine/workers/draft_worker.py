@@ -40,6 +40,7 @@ from engine.sampling.grammar import Grammars
 from engine.sampling.row_sampling import RowSampling
 from engine.sampling.staging import to_host
 from engine.sampling.vocabulary import load_tokenizer_info
+from engine.threads import threads_per_shard
 from engine.workers.adapted_draft import AdaptedDraft
 from engine.workers.loaded_draft import LoadedParts, heads_parts, make_architecture
 from engine.workers.memory_plan import weight_bytes
@@ -126,7 +127,9 @@ class DraftWorker:
         }
 
         def load(folder: Path) -> LoadedDraft:
-            return load_draft(folder, self._target_folder, **options, packed=self._config.packed == "auto")
+            # Weights that are swapped in are loaded in a thread for which PyTorch has another number of threads.
+            threads, packed = threads_per_shard(self._config), self._config.packed == "auto"
+            return load_draft(folder, self._target_folder, **options, packed=packed, num_threads=threads)
 
         if checked.dflash is not None:
             draft = LoadedDraft(load_dflash(self._folder, self._target_folder, **options), None)
