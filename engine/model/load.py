@@ -220,14 +220,12 @@ def _load_decoder(
         fused = compute.kernel in ("triton", "invariant")
         if fused and config.beyond_llama is not None:
             raise ConfigError(f"kernel: {compute.kernel} does not compute {config.beyond_llama}; allowed: auto, torch")
-        if fp8_cache and config.head_dim & (config.head_dim - 1):
-            raise ConfigError(
-                f"kv_cache_dtype: fp8 takes heads of a power of two, not {config.head_dim}; allowed: auto"
-            )
+        if fp8_cache and (size := config.head_dim) & (size - 1):
+            raise ConfigError(f"kv_cache_dtype: fp8 takes heads of a power of two, not {size}; allowed: auto")
         heads, kv_heads = shard.query_heads(config), shard.kv_heads(config)
         attention = {
             window: make_attention(
-                compute.kernel if compute.kernel in ("triton", "invariant") else compute.layers,
+                compute.kernel if fused else compute.layers,
                 group_size=(heads.stop - heads.start) // (kv_heads.stop - kv_heads.start),
                 dtype=compute.dtype,
                 device=compute.device,
