@@ -225,7 +225,7 @@ def _load_decoder(
         heads, kv_heads = shard.query_heads(config), shard.kv_heads(config)
         attention = {
             window: make_attention(
-                compute.kernel if fused else compute.layers,
+                compute.kernel if compute.kernel in ("triton", "invariant") else compute.layers,
                 group_size=(heads.stop - heads.start) // (kv_heads.stop - kv_heads.start),
                 dtype=compute.dtype,
                 device=compute.device,

@@ -62,7 +62,12 @@ def requests(count: int, *, seed: int = 0, max_tokens: int = 40, prefix: str = "
 
 
 def adaptation_of(engine: LocalEngine) -> Any:
+    """The adaptation, which the draft's thread makes once it runs."""
     assert engine.draft is not None
+    deadline_s = time.monotonic() + 60.0
+    while engine.draft._adaptation is None:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
     return engine.draft._adaptation
 
 
