@@ -2,7 +2,7 @@
 
     t_step = t_verify(rows, context) + t_sample(rows) + t_draft(batch, depth, num_caught_up) + overhead
     t_sample = t_batch + rows * t_row
-    t_draft = handoff + passes(depth) * t_pass(batch) + num_caught_up * t_catch_up
+    t_draft = handoff + request + passes(depth) * t_pass(batch) + num_caught_up * t_catch_up
 
 Owns which part of a step teaches which curve (`cost_curve.Curve`). Seconds in, seconds out; no torch, no clock, no
 knowledge of requests.
@@ -51,6 +51,9 @@ class CostTable:
     """Seconds that the draft takes for each committed token it reads."""
     handoff_s: float = 0.0
     """Seconds that a draft request adds to a step besides the draft's computing: packing, transport, counting."""
+    request_s: float = 0.0
+    """Seconds that the draft takes for a request besides its passes and the tokens it reads. It is measured at start
+    only: steps whose drafts have one length do not tell it from a pass."""
     overhead_s: float = 0.0
     """Seconds per step of scheduling, committing and publishing."""
     sample_s: float = 0.0
@@ -105,7 +108,7 @@ class CostModel:
         lasting = Curves((verify, passes), measured=measured, common_drift=0.0, single_drift=LASTING_DRIFT)
         self._lasting_verify, self._lasting_pass = lasting[0], lasting[1]
         self._num_learned = 0
-        self._handoff_s = table.handoff_s
+        self._handoff_s, self._request_s = table.handoff_s, table.request_s
         self._overhead_s = table.overhead_s
         self._sample_s, self._sample_row_s = table.sample_s, table.sample_row_s
         self.positions_per_pass = table.positions_per_pass
@@ -150,9 +153,9 @@ class CostModel:
         return depth if self.positions_per_pass == 1 else math.ceil(depth / self.positions_per_pass)
 
     def draft_s(self, batch: float, depth: float, num_caught_up: float = 0.0) -> float:
-        """Seconds of all drafting: the handoff, the passes for `depth` tokens per sequence, and reading
+        """Seconds of all drafting: the request, the passes for `depth` tokens per sequence, and reading
         `num_caught_up` committed tokens first."""
-        return self._handoff_s + self.passes(depth) * self.pass_s(batch) + num_caught_up * self.catch_up_s
+        return self.request_s + self.passes(depth) * self.pass_s(batch) + num_caught_up * self.catch_up_s
 
     @property
     def overhead_s(self) -> float:
@@ -163,6 +166,11 @@ class CostModel:
     def handoff_s(self) -> float:
         """Seconds that a draft request adds to a step besides the draft's computing."""
         return self._handoff_s
+
+    @property
+    def request_s(self) -> float:
+        """Seconds that a draft request adds to a step besides passes and reading, the handoff included."""
+        return self._handoff_s + self._request_s
 
     @property
     def catch_up_s(self) -> float:
@@ -209,7 +217,8 @@ class CostModel:
         rest = stats.step_s - stats.verify_s - stats.sample_s - stats.draft_s
         if depth > 0 or caught_up > 0:
             for curve in self._learning(self._pass, self._lasting_pass):
-                curve.learn(max(1, batch), stats.draft_s, num_units=caught_up, times=self.passes(depth))
+                computed_s = max(0.0, stats.draft_s - self._request_s)
+                curve.learn(max(1, batch), computed_s, num_units=caught_up, times=self.passes(depth))
             self._handoff_s = self._corrected("handoff", self._handoff_s, rest - self._overhead_s)
         else:
             self._overhead_s = self._corrected("overhead", self._overhead_s, rest)
@@ -271,6 +280,7 @@ class CostModel:
             self._lasting_verify.rate,
             self._lasting_pass.rate,
             self._handoff_s,
+            self._request_s,
             self._overhead_s,
             self._sample_s,
             self._sample_row_s,

@@ -231,7 +231,7 @@ class Goodput:
         best = allocate(
             cumulative_acceptance,
             base_s=plain_s,
-            fixed_s=cost.handoff_s + cost.catch_up_s * catch_up_tokens,
+            fixed_s=cost.request_s + cost.catch_up_s * catch_up_tokens,
             pass_s=cost.pass_s(batch),
             added_s=cost.added_rows_s(rows, cumulative_acceptance.size),
             depths=depths,
@@ -251,7 +251,7 @@ class Goodput:
     def _could_pay(self, batch: int, plain_s: float, num_prefill_rows: int) -> bool:
         """Whether one more drafted token per request would pay if the draft were good."""
         rows = batch + num_prefill_rows
-        seconds = plain_s + self.cost.handoff_s + self.cost.pass_s(batch)
+        seconds = plain_s + self.cost.request_s + self.cost.pass_s(batch)
         seconds += batch * self.cost.row_s(rows, batch)
         return (1 + GOOD_DRAFT) / seconds > 1 / plain_s
 

@@ -35,6 +35,8 @@ CHECK_ROWS = (1, 16)
 CHECK_RATIO, MOST_RATIO = 1.3, 3.0
 """A cached table is corrected where a forward takes more than the first many times longer or shorter than it says, and
 discarded where it is more than the second. On a shared machine memory is often a half faster or slower than before."""
+LEAST_SHARE = 4
+"""A draft pass takes at least the share of a draft that it would have if all passes took the same, over this number."""
 _PROFILE_KEY = 1 << 62
 """First key of the profiling requests, above the key of every real request."""
 _SPREAD = 7919
@@ -158,6 +160,7 @@ def profile_draft(
         positions_per_pass=positions_per_pass,
         pass_s=tuple(float(value) for value in pass_s),
         catch_up_s=min(each.catch_up_s for each in timed),
+        request_s=min(each.request_s for each in timed),
         handoff_s=statistics.median([handoff_s for each in timed for handoff_s in each.handoffs_s]),
     )
 
@@ -167,7 +170,9 @@ class _DraftTimes:
     """Measured times of the draft at one batch size."""
 
     pass_s: float
-    """Seconds of a pass: the fastest."""
+    """Seconds of a pass."""
+    request_s: float
+    """Seconds of a request besides passes and reading; 0 for one pass, which does not tell."""
     catch_up_s: float
     """Seconds for each committed token that the draft reads."""
     handoffs_s: tuple[float, ...]
@@ -177,21 +182,31 @@ class _DraftTimes:
 def _time_draft(
     ask: Callable[[Sequence[DraftRequestRow], Sequence[int]], DraftResponse], batch: int, depth: int, num_passes: int
 ) -> _DraftTimes:
-    """Time drafts of `depth` tokens of `batch` sequences, and the reading of SHORT_CONTEXT tokens each."""
+    """Time drafts of `depth` tokens and of one token for `batch` sequences, and the reading of SHORT_CONTEXT tokens.
+
+    What a draft of one token takes more than a pass belongs to the request.
+    """
     keys = [_PROFILE_KEY + index for index in range(batch)]
     ask([_request_row(key, 0, 1, 0) for key in keys], [])
     num_sent = 1
-    passes_s: list[float] = []
+    drafts_s: dict[int, list[float]] = {depth: []} if num_passes == 1 else {depth: [], 1: []}
     handoffs_s: list[float] = []
     for _ in range(REPEATS + 1):
-        response = ask([_request_row(key, num_sent, 1, depth) for key in keys], [])
-        num_sent += 1
-        passes_s.append(response.draft_s / num_passes)
-        handoffs_s.append(response.handoff_s)
+        for k, seconds in drafts_s.items():
+            response = ask([_request_row(key, num_sent, 1, k) for key in keys], [])
+            num_sent += 1
+            seconds.append(response.draft_s)
+            handoffs_s.append(response.handoff_s)
     response = ask([_request_row(key, num_sent, SHORT_CONTEXT, 0) for key in keys], [])
     ask([], keys)
-    # The first repetition warms up.
-    return _DraftTimes(min(passes_s[1:]), response.draft_s / (SHORT_CONTEXT * batch), tuple(handoffs_s))
+    catch_up_s = response.draft_s / (SHORT_CONTEXT * batch)
+    fastest = {k: min(seconds[1:]) for k, seconds in drafts_s.items()}  # The first repetition warms up.
+    pass_s, request_s = fastest[depth] / num_passes, 0.0
+    if num_passes > 1:
+        # A bound, because another process may have taken the time of the shorter draft.
+        pass_s = min(pass_s, max(pass_s / LEAST_SHARE, (fastest[depth] - fastest[1]) / (num_passes - 1)))
+        request_s = max(0.0, fastest[1] - pass_s - catch_up_s * batch)
+    return _DraftTimes(pass_s, request_s, catch_up_s, tuple(handoffs_s))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import msgspec
 
 from autoscale.policy.cost_model import BATCH_KNOTS, ROW_KNOTS, CostTable
 
-VERSION = 7
+VERSION = 8
 """Version of the table's format and meaning; part of the name of the cache file."""
 
 

@@ -16,7 +16,7 @@ def cpu_table() -> CostTable:
     """SmolLM2-135M in bfloat16 on two cores with a draft of a tenth of a step, rounded from measurements."""
     verify = np.interp(ROW_KNOTS, (1, 6, 16, 32, 96, 512, 2048), (0.0105, 0.0125, 0.021, 0.031, 0.062, 0.25, 1.0))
     passes = np.interp(BATCH_KNOTS, (1, 16, 256), (0.0011, 0.0022, 0.02))
-    return CostTable(tuple(verify), tuple(passes), 1e-6, 3e-5, 1e-4, 5e-4)
+    return CostTable(tuple(verify), tuple(passes), context_s=1e-6, catch_up_s=3e-5, handoff_s=1e-4, overhead_s=5e-4)
 
 
 def roofline_table(

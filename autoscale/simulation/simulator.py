@@ -210,11 +210,7 @@ class Simulation:
         rows = len(live) + sum(outcome.num_drafted for outcome in outcomes)
         depth = max((outcome.num_drafted for outcome in outcomes), default=0)
         verify_s = self._cost.verify_s(rows, context) * noise
-        draft_s = (
-            (self._cost.passes(depth) * self._cost.pass_s(len(outcomes)) + caught_up * self._cost.catch_up_s) * noise
-            if depth
-            else 0.0
-        )
+        draft_s = (self._cost.draft_s(len(outcomes), depth, caught_up) - self._cost.handoff_s) * noise if depth else 0.0
         handoff_s = self._cost.handoff_s if depth else 0.0
         reached = [sum(min(o.num_accepted + 1, o.num_drafted) > j for o in outcomes) for j in range(depth)]
         return StepStats(
@@ -286,7 +282,7 @@ class Oracle:
         best = allocate(
             cumulative_acceptance,
             base_s=self._cost.step_s(rows, context),
-            fixed_s=self._cost.handoff_s,
+            fixed_s=self._cost.request_s,
             pass_s=self._cost.pass_s(rows),
             added_s=self._cost.added_rows_s(rows, cumulative_acceptance.size),
             depths=range(1, self._max_k + 1),

@@ -209,6 +209,16 @@ def test_a_draft_pass_is_kept_as_it_was_measured() -> None:
     assert cost.table().pass_s[0] == pytest.approx(0.002, rel=0.02)
 
 
+def test_what_a_request_takes_besides_passes_does_not_make_longer_drafts_look_dear() -> None:
+    """A draft takes 0.6 ms and 0.4 ms for each token. All drafts that are seen have one token."""
+    table = replace(cpu_table(), pass_s=(0.0004,) * len(BATCH_KNOTS), request_s=0.0006, catch_up_s=0.0)
+    cost = CostModel(table)
+    for _ in range(400):
+        cost.observe(structs.replace(step(rows=2, verify_s=0.01, rest_s=0.0, draft_s=0.001), num_caught_up=0))
+    assert cost.draft_s(1, 5) - cost.handoff_s == pytest.approx(0.0006 + 5 * 0.0004, rel=0.02)
+    assert cost.table().request_s == 0.0006
+
+
 def test_knots_double_from_one_to_the_largest_step_and_batch() -> None:
     assert tuple(2**power for power in range(12)) == ROW_KNOTS
     assert tuple(2**power for power in range(9)) == BATCH_KNOTS
@@ -238,7 +248,8 @@ def test_the_parts_of_a_step_add_up() -> None:
         tuple(0.0001 * batch for batch in BATCH_KNOTS),
         context_s=1e-5,
         catch_up_s=1e-4,
-        handoff_s=0.002,
+        handoff_s=0.0015,
+        request_s=0.0005,
         overhead_s=0.004,
         sample_s=0.003,
         sample_row_s=0.0005,
