@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -31,7 +32,7 @@ from engine.ipc.wire import (
     encode_frame,
     frame_len,
 )
-from engine.messages import SamplingParams, Submit
+from engine.messages import AdapterRef, SamplingParams, Submit
 from engine.workers.bring_up import bring_up_locally
 from engine.workers.leader import Leader
 from engine.workers.target_shard import TargetShard
@@ -168,6 +169,24 @@ def test_a_method_without_a_draft_process_accepts_no_draft(folder: Path, method:
         leader.open_draft_buffer(DraftInfo(10, None, 0), 1)
     with pytest.raises(ConfigError, match="has no draft process"):
         leader.attach_draft(0.1)
+    shard.stop()
+    leader.run()  # closes the socket
+
+
+def test_a_retired_adapter_is_unused_once_no_request_has_it(folder: Path) -> None:
+    shard = shard_of(folder)
+    leader = Leader(shard, pacer=FixedPacer(0), plan=SpeculationPlan)
+    leader.serve_adapter(AdapterRef(number=3, name="a"))
+    asked = replace(LONG, adapter=AdapterRef(number=3, name="a"))
+    leader.engine.submit(asked)
+    leader.retire_adapter(3)
+    leader.engine.drain()
+    assert leader.engine.has_work
+    assert not leader.is_unused(3)
+    leader.engine.abort("r")
+    leader.engine.drain()
+    assert leader.is_unused(3)
+    assert not leader.is_unused(4)
     shard.stop()
     leader.run()  # closes the socket
 

@@ -8,9 +8,10 @@ import pytest
 from model_shapes import LLAMA_8B
 
 from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.weights import ShardSpec
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.workers.memory_plan import GIB, MemoryPlan, Part, plan_memory
+from engine.workers.memory_plan import GIB, MemoryPlan, Part, plan_memory, weight_bytes
 
 VOCAB, MIB = 128_256, 1 << 20
 SETTINGS = {"model": "m", "device": "cuda", "max_num_requests": 8, "max_step_tokens": 100}
@@ -43,6 +44,14 @@ def test_a_shard_with_a_draft() -> None:
     assert found.kv_bytes_per_token == 2 * 32 * 8 * 128 * 2
     assert found.kv_bytes == 80 * GIB - sum(part.num_bytes for part in found.parts)
     assert found.kv_tokens == found.kv_bytes // found.kv_bytes_per_token
+
+
+def test_a_tied_head_is_the_embedding_unless_it_is_split() -> None:
+    tied = ModelConfig.parse(LLAMA_8B | {"tie_word_embeddings": True})
+    table = VOCAB * 4096
+    assert weight_bytes(tied, ShardSpec(0, 1), torch.bfloat16) == 2 * (8_030_261_248 - table)
+    two = ShardSpec(0, 2)
+    assert weight_bytes(tied, two, torch.bfloat16) == weight_bytes(ModelConfig.parse(LLAMA_8B), two, torch.bfloat16)
 
 
 @pytest.mark.parametrize(("method", "num_bytes"), [("draft_model", 0), ("eagle", 128 * MIB), ("medusa", 128 * MIB)])
