@@ -189,6 +189,9 @@ def test_a_step_over_recordings_waits_once_and_uploads_them_once(target: str) ->
         shard.record(capture)
         assert capture.num_recorded == len(make_buckets(max_requests=12, max_k=K))
         assert shard.padded_rows[-1] == 12 * (K + 1)
+        rows = [SpanRows([1] * (K + 1), 5, [1], K + 1, places=(-1, *range(i * K, (i + 1) * K))) for i in range(12)]
+        known = torch.zeros(12 * K, dtype=torch.int64, device=CUDA)  # every draft token that there can be
+        assert len(shard.forward(pack_spans(rows, CUDA_PAGE, known)).require_logits()) == 12 * (K + 1)
         batch = batch_of([SamplingParams(**mode) for mode in MODES.values()], K, vocab_size=shape["vocab_size"])
         draft = Draft(tuple(DraftRow((ord("b"),) * K) for _ in batch.spans))
         verify = verifier_of(shard, recorder).verify

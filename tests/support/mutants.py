@@ -50,7 +50,11 @@ EXTRA = {
     "engine/medusa": ("tests/gpu_offline/test_recorded_chain.py",),
     "engine/gguf": ("tests/engine/model/test_packed.py", "tests/engine/checkpoint"),
     "engine/quantization": ("tests/engine/model/test_packed.py", "tests/engine/model/test_int8_cache.py"),
-    "engine/workers": ("tests/gpu_offline/test_bring_up.py", "tests/gpu_offline/test_memory_plan.py"),
+    "engine/workers": (
+        "tests/gpu_offline/test_bring_up.py",
+        "tests/gpu_offline/test_memory_plan.py",
+        "tests/gpu_offline/test_cuda_graphs.py",
+    ),
     "deployments/openai": (
         "tests/deployments/http/test_api_options.py",
         "tests/deployments/http/test_openai_client.py",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ from tiny_models import VOCAB, write_model
 
 from engine.config import EngineConfig
 from engine.draft.messages import DraftInfo
+from engine.draft_buffer.layout import BufferSpec
+from engine.draft_buffer.target_endpoint import create_draft_buffer
 from engine.errors import ConfigError
 from engine.workers.draft_worker import DraftWorker
 
@@ -91,3 +95,24 @@ def test_memory_and_blocks_are_reported(folder: Path, weights: int) -> None:
     assert found.number("paceline_kv_free_blocks", "draft") == 8
     assert found.number("paceline_kv_used_blocks", "draft") == 0
     assert "paceline_kv_evictions_total" in found.numbers
+
+
+def test_a_draft_that_is_stopped_ends_though_its_target_lives(folder: Path) -> None:
+    made = worker(folder, 1 << 40)
+    info = made.load()
+    spec = BufferSpec(
+        max_rows=2,
+        max_k=3,
+        max_request_tokens=8,
+        max_released=2,
+        draft_vocab=info.draft_vocab,
+        target_vocab=VOCAB,
+    )
+    with contextlib.closing(create_draft_buffer(spec, device="cpu", node_id="n", epoch=1)) as target:
+        made.connect(target.handle())
+        thread = threading.Thread(target=made.run, daemon=True)
+        thread.start()
+        made.stop()
+        made.stop()
+        thread.join(30)
+        assert not thread.is_alive()
