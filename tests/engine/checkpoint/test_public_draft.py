@@ -101,6 +101,7 @@ def test_which_configs_are_of_published_drafts(values: dict[str, Any], expected:
         ("model.norm.weight", "model.norm.weight"),
         ("embed_tokens.weight", "model.embed_tokens.weight"),
         ("fc.weight", "fc.weight"),
+        ("model.fc.weight", "fc.weight"),
         ("lm_head.weight", "lm_head.weight"),
         ("d2t", "d2t"),
         ("fc_norm.0.weight", "fc_norm.0.weight"),
