@@ -204,7 +204,8 @@ def record_tests(tree: Path, tests: Sequence[str], without: str, kept: Path | No
 def choose_tests(tree: Path, mutant: Mutant, record: Record, budget: float) -> list[str]:
     """The tests that call the changed function, in the order in which they run.
 
-    For a change outside of functions: those of the module, and those that call any of its functions.
+    For a change outside of functions: those of the module, and those that call any of its functions. Where there is
+    none, as for a module of declarations, all that mirror the folder.
     """
     line = function_of((tree / mutant.path).read_text(), mutant.line)
     module = Path(mutant.path)
@@ -217,6 +218,7 @@ def choose_tests(tree: Path, mutant: Mutant, record: Record, budget: float) -> l
             for test, calls in record.calls.items()
             if test.startswith(own) or any(call.startswith(f"{mutant.path}:") for call in calls)
         ]
+    found = found or [test for test in record.calls if test.startswith(f"tests/{module.parent}/")]
     found.sort(key=lambda test: (not test.startswith(own), record.seconds[test]))
     seconds = 0.0
     for index, test in enumerate(found):
