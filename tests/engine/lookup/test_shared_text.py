@@ -176,6 +176,14 @@ def test_the_own_text_comes_first_unless_the_other_match_is_longer() -> None:
     assert draft(drafter, shorter) == ((15, 16), SHARED_MATCH_LEN)
 
 
+def test_a_long_match_in_the_own_text_comes_first_whatever_the_others_have() -> None:
+    """Eight tokens match in the own text, twelve in the other. Beyond MAX_MATCH_LEN, which is eight, none is longer."""
+    drafter, long = NgramDrafter(min_size=2, max_size=4, shared=SharedText(SMALL)), list(range(100, 112))
+    finish(drafter, request_of(1, [1], [*long, 15, 16], "a"))
+    assert draft(drafter, request_of(2, [*long[-8:], 70, 71, 3, *long], [], "a")) == ((70, 71), 8)
+    assert draft(drafter, request_of(3, [*long[-7:], 70, 71, 3, *long], [], "a")) == ((15, 16), SHARED_MATCH_LEN)
+
+
 def test_sharing_changes_no_output_and_makes_drafts_right() -> None:
     """Greedy, seeded and unseeded requests of one client, three times; the seeded ones come out as without drafts."""
     params = [SamplingParams(temperature=t, seed=seed, max_tokens=40) for t, seed in ((0.0, None), (1.0, 7), (1.0, 8))]
