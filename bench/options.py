@@ -44,7 +44,7 @@ def _add_adaptation(actions: Any) -> None:
         help="a draft that learns from one narrow workload: its acceptance over time, and its price",
         description="Orders in free text are turned into JSON of one schema, one request after the other with pauses. "
         "Tokens per verify step over time with adaptation, then on the same prompts without. With --price: time per "
-        "step and to the first token with and without, in turns.",
+        "step and to the first token of neighbours with and without, on one server.",
     )
     adaptation.add_argument("--requests", type=int, default=400, metavar="N")
     adaptation.add_argument("--rows", type=int, default=8, metavar="N", help="rows of the table, of equal size")
@@ -55,13 +55,7 @@ def _add_adaptation(actions: Any) -> None:
     adaptation.add_argument("--policy", choices=["fixed", "goodput"], default="goodput", help="how K is chosen")
     adaptation.add_argument("--k", type=int, default=5, help="K of the policy fixed, or its upper bound")
     adaptation.add_argument("--no-lookup", action="store_true", help="draft by the model alone")
-    adaptation.add_argument(
-        "--price",
-        nargs="*",
-        choices=["off", "on"],
-        metavar="NAME",
-        help="turns of --price, on or off (default: off on on off)",
-    )
+    adaptation.add_argument("--price", action="store_true", help="what it costs the requests, in place of the curve")
     adaptation.add_argument("--seed", type=int, default=0, help="of the prompts")
     adaptation.add_argument("--out", type=Path, help="write the figures as JSON")
     adaptation.set_defaults(run=_run("adaptation.run", "adaptation"))

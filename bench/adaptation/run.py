@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.adaptation.price import SPECULATIVE, Price, measure
 from bench.adaptation.workload import prompts
 from bench.load.client import Response, run_load
 from bench.load.meter import Meter
@@ -28,12 +28,7 @@ from bench.load.servers import Server, paceline
 from deployments.monitoring.discovery import FOLDER_ENV
 from engine.checkpoint.store import cache_folder
 
-TURNS = ("off", "on", "on", "off")
-_LEARN, _MEASURED, _BUSY = 48, 40, 24
-"""Requests of a turn of the price: before the measurement, with pauses, and without."""
 _PREFIX = "paceline_draft_adaptation_"
-_PRICE_PAUSE_S = 0.7
-_PRICE_TOKENS = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,27 +46,16 @@ class Row:
     """Median time per token after the first, milliseconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Price:
-    """One turn, or all turns of a kind: medians over requests, in milliseconds."""
-
-    name: str
-    step_ms: float
-    """Time per verify step after the first token, requests with pauses."""
-    ttft_ms: float
-    busy_step_ms: float
-    """Time per verify step of requests without pauses."""
-    trained_s: float
-    """CPU time of the trainer during the turn."""
-
-
 def adaptation(options: argparse.Namespace) -> int:
     """Measure, print and write; returns the exit status."""
     console = Console()
-    if options.price is not None:
-        turns = [_price(name, options.seed, console) for name in options.price or TURNS]
-        console.print(_price_table(turns))
-        figures: Any = [asdict(turn) for turn in turns]
+    if options.price:
+        with _server(SPECULATIVE | {"adaptation": {"enabled": True, "cpu_share": options.cpu_share}}) as served:
+            prices = measure(served.server, options.seed)
+            counted = served.counted()
+        console.print(_price_table(prices))
+        console.print(_line(counted))
+        figures: Any = {"prices": [asdict(price) for price in prices], "counted": counted}
     else:
         asked = prompts(options.requests, options.seed)
         learning, plain, counted = list[Row](), list[Row](), dict[str, float]()
@@ -84,7 +68,7 @@ def adaptation(options: argparse.Namespace) -> int:
                 plain = _curve(served.server, asked, options, 0.0, console)
         if not options.only:
             console.print(_curve_table(learning, plain))
-        console.print(", ".join(f"{name.removesuffix('_total')} {value:g}" for name, value in sorted(counted.items())))
+        console.print(_line(counted))
         figures = {"on": [asdict(row) for row in learning], "off": [asdict(row) for row in plain], "counted": counted}
     if options.out is not None:
         options.out.write_text(json.dumps(figures, indent=1) + "\n")
@@ -95,12 +79,6 @@ def tokens_per_step(responses: Sequence[Response]) -> float:
     """Each step yields its accepted tokens and one more."""
     tokens = sum(response.num_tokens for response in responses)
     return tokens / max(1, tokens - sum(response.num_accepted for response in responses))
-
-
-def step_ms(response: Response) -> float:
-    """Milliseconds per verify step after the first token."""
-    steps = response.num_tokens - response.num_accepted - 1
-    return 1000 * (response.total_s - response.ttft_s) / max(1, steps)
 
 
 def _speculative(options: argparse.Namespace, *, on: bool) -> dict[str, Any]:
@@ -127,42 +105,17 @@ def _curve(
     return rows
 
 
-def _price(name: str, seed: int, console: Console) -> Price:
-    """One turn. K is fixed and lookup is off, so that a step takes the same time whatever is accepted."""
-    share = {"enabled": True, "cpu_share": 1.0} if name == "on" else {}
-    speculative = {"draft": "smollm2-eagle", "k": 4, "policy": "fixed", "lookup": False, "adaptation": share}
-    asked = prompts(_LEARN + _MEASURED + _BUSY, seed)
-    body = {"temperature": 0, "max_tokens": _PRICE_TOKENS}
-    with _server(speculative) as served:
-        server = served.server
-        run_load(server.url, server.model, asked[:_LEARN], streams=1, body=body)
-        before_s = served.counted().get("cpu_seconds_total", 0.0)
-        paused = run_load(
-            *(server.url, server.model, asked[_LEARN : _LEARN + _MEASURED]),
-            streams=1,
-            body=body,
-            pause_s=_PRICE_PAUSE_S,
-        )
-        trained_s = served.counted().get("cpu_seconds_total", 0.0) - before_s
-        busy = run_load(server.url, server.model, asked[_LEARN + _MEASURED :], streams=1, body=body)
-    turn = Price(
-        name,
-        statistics.median(map(step_ms, paused.responses)),
-        1000 * paused.ttft_p50_s,
-        statistics.median(map(step_ms, busy.responses)),
-        trained_s,
-    )
-    console.print(f"{turn}")
-    return turn
+def _line(counted: dict[str, float]) -> str:
+    return ", ".join(f"{name.removesuffix('_total')} {value:g}" for name, value in sorted(counted.items()))
 
 
-def _price_table(turns: Sequence[Price]) -> Table:
-    shown = Table(title="medians over requests, milliseconds")
-    for column in ("adaptation", "step, with pauses", "first token", "step, no pauses", "trainer, CPU s"):
+def _price_table(prices: Sequence[Price]) -> Table:
+    shown = Table(title="with adaptation and without, medians in milliseconds")
+    for column in ("", "with", "without", "change", "standard error"):
         shown.add_column(column, justify="right")
-    for turn in turns:
-        figures = (turn.step_ms, turn.ttft_ms, turn.busy_step_ms)
-        shown.add_row(turn.name, *(f"{figure:.2f}" for figure in figures), f"{turn.trained_s:.1f}")
+    for each in prices:
+        cells = (f"{each.with_ms:.2f}", f"{each.without_ms:.2f}", f"{each.change:+.1%}", f"{each.error:.1%}")
+        shown.add_row(each.name, *cells)
     return shown
 
 

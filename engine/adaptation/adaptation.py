@@ -31,7 +31,10 @@ from engine.errors import PacelineError
 from engine.metrics.counters import MetricCounters
 
 RUNNING_TICK_S, PAUSED_TICK_S = 0.02, 0.1
-"""Seconds between two looks at the target, while the trainer runs and while it is paused."""
+"""Seconds between two decisions, while the trainer runs and while it is paused."""
+GLANCE_S = 0.002
+"""Seconds between two looks at the target while the trainer runs: so late is it paused when a step begins before the
+draft is asked, as the step of a prompt does."""
 _log = logging.getLogger(__name__)
 
 Weights = TypeVar("Weights")
@@ -154,7 +157,7 @@ class Adaptation(Generic[Weights]):
             return
         try:
             tick_s = PAUSED_TICK_S
-            while not self._stop.wait(tick_s):
+            while not self._wait(trainer, tick_s):
                 tick_s = self._tick(trainer)
                 if not trainer.is_alive:
                     _log.warning("the draft learns no more: its trainer has ended")
@@ -163,6 +166,16 @@ class Adaptation(Generic[Weights]):
             trainer.close()
         while not self._stop.wait(PAUSED_TICK_S):  # Weights that serve are still watched.
             self._change()
+
+    def _wait(self, trainer: TrainerProcess, seconds: float) -> bool:
+        """Wait for the next decision, and pause the trainer at once when a step begins. Returns whether to end."""
+        end_s = time.monotonic() + seconds
+        while (left_s := end_s - time.monotonic()) > 0:
+            if self._stop.wait(left_s if trainer.is_paused else min(GLANCE_S, left_s)):
+                return True
+            if not trainer.is_paused and self._idle_s() < QUIET_S:
+                trainer.pause()
+        return self._stop.is_set()
 
     def _tick(self, trainer: TrainerProcess) -> float:
         """Let the trainer run or not, and bring weights. Returns the seconds to the next tick."""

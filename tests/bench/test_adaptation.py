@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bench.adaptation.run import step_ms, tokens_per_step
+from bench.adaptation.price import step_ms, trimmed
+from bench.adaptation.run import tokens_per_step
 from bench.adaptation.workload import prompts
 from bench.load.client import Response
 
@@ -23,3 +24,10 @@ def test_a_step_yields_its_accepted_tokens_and_one_more() -> None:
     assert tokens_per_step([response(num_tokens=31, num_accepted=20)]) == 31 / 11
     assert step_ms(response(num_tokens=31, num_accepted=20)) == 100.0
     assert tokens_per_step([]) == 0.0
+
+
+def test_a_change_leaves_out_both_ends() -> None:
+    """Of 0 to 9 the ends 0 and 9; the error is that of the values with the ends moved inwards."""
+    mean, error = trimmed([9.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 0.0])
+    assert mean == 4.5
+    assert 0.9 < error < 1.2
