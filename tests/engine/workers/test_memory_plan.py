@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from model_shapes import LLAMA_8B
 
 from engine.checkpoint.model_config import ModelConfig
