@@ -170,12 +170,13 @@ class DraftWorker:
             ConfigError: the buffer is on another node or GPU, or has another layout.
         """
         self._endpoint = open_draft_buffer(handle, node_id=self._node_id, gpu_uuid=gpu_uuid(self._device))
+        if self._adapted is not None:
+            self._adaptation = self._adapted.adaptation(self._proposer, lambda: self._endpoint.idle_s)
 
     def run(self) -> None:
         """Serve draft requests until `stop`, or until the target is gone. After `connect`."""
         set_threads(self._config, own_threads=self._own_threads)
-        if self._adapted is not None:
-            self._adaptation = self._adapted.adaptation(self._proposer, lambda: self._endpoint.idle_s)
+        if self._adaptation is not None:
             self._adaptation.start()
         try:
             while not self._stop.is_set():
