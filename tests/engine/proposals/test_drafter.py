@@ -79,7 +79,7 @@ def test_nodes_that_are_not_worth_their_rows_are_left_out_but_now_and_then() -> 
     (span,) = batch_of(NEW, k=4).spans
     batch = Batch(1, (structs.replace(span, least_acceptance=0.6),), 0)
     rows = [drafter.draft(batch).rows[0] for _ in range(2 * EXPLORE_DRAFTS)]
-    assert [len(row.token_ids) for row in rows].count(4) == 2
+    assert [index for index, row in enumerate(rows) if len(row.token_ids) == 4] == [0, 32]
     cut = rows[1]
     assert cut == DraftRow((7, 8), confidences=(0.8, 0.8), reason="probe"), "0.8 and 0.64 are worth it"
     assert drafter.draft(batch).rows[0] == rows[0], "the next draft explores"
@@ -154,6 +154,22 @@ def test_what_was_accepted_is_learnt_by_source() -> None:
     assert model.committed_steps == 30
     drafter.forget([0])
     assert model.forgotten == [0]
+
+
+def test_a_confidence_that_was_wrong_is_worth_less() -> None:
+    """One rejected node of confidence 0.5, against a prior of four observations that were as good as promised."""
+    drafter, batch = merged(Model()), batch_of(NEW, k=1)
+    drafter.draft(batch)
+    drafter.committed(batch, Verdict((RowVerdict((9,), 0, "recovered"),)))
+    kept = 0.998 * 4
+    assert drafter.rates.of_model("greedy", 0.5, 0, 0, drawn=False) == pytest.approx(0.5 * kept / (kept + 0.5))
+
+
+def test_a_forgotten_request_leaves_no_text_behind() -> None:
+    drafter = merged(None)
+    drafter.draft(batch_of(REPEATING, k=2))
+    drafter.forget([0])
+    assert drafter.draft(batch_of([9, 1, 2], k=2)).rows == (DraftRow(reason="no_match"),)
 
 
 def test_an_adapter_is_learnt_apart() -> None:
