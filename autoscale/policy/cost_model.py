@@ -153,9 +153,9 @@ class CostModel:
         return depth if self.positions_per_pass == 1 else math.ceil(depth / self.positions_per_pass)
 
     def draft_s(self, batch: float, depth: float, num_caught_up: float = 0.0) -> float:
-        """Seconds of all drafting: the request, the passes for `depth` tokens per sequence, and reading
+        """Seconds of all drafting: asking, the passes for `depth` tokens per sequence, and reading
         `num_caught_up` committed tokens first."""
-        return self.request_s + self.passes(depth) * self.pass_s(batch) + num_caught_up * self.catch_up_s
+        return self.ask_s + self.passes(depth) * self.pass_s(batch) + num_caught_up * self.catch_up_s
 
     @property
     def overhead_s(self) -> float:
@@ -168,8 +168,8 @@ class CostModel:
         return self._handoff_s
 
     @property
-    def request_s(self) -> float:
-        """Seconds that a draft request adds to a step besides passes and reading, the handoff included."""
+    def ask_s(self) -> float:
+        """Seconds that a draft request adds to a step besides passes and reading: the handoff and the request."""
         return self._handoff_s + self._request_s
 
     @property
@@ -216,8 +216,8 @@ class CostModel:
         self._learn_sampling(stats.num_rows - prompts, stats.sample_s)
         rest = stats.step_s - stats.verify_s - stats.sample_s - stats.draft_s
         if depth > 0 or caught_up > 0:
+            computed_s = max(0.0, stats.draft_s - self._request_s)
             for curve in self._learning(self._pass, self._lasting_pass):
-                computed_s = max(0.0, stats.draft_s - self._request_s)
                 curve.learn(max(1, batch), computed_s, num_units=caught_up, times=self.passes(depth))
             self._handoff_s = self._corrected("handoff", self._handoff_s, rest - self._overhead_s)
         else:

@@ -63,6 +63,7 @@ class Goodput:
         self.acceptance = acceptance
         self.lookup = lookup
         self.switch = HysteresisSwitch(switch)
+        self._probe_steps = switch.probe_steps
         self._max_k = max_k
         self._method = method
         self._now_s = 0.0
@@ -204,7 +205,7 @@ class Goodput:
         saved_s = float(cumulative_acceptance.sum()) * plain_s / len(decodes)
         step_s = cost.draft_s(len(drafting), depth) + float(cost.added_rows_s(len(decodes), sum(ks))[-1]) - saved_s
         num_unread = sum([self._batch.num_unread(decodes[index]) for index in drafting])
-        return max(0.0, DEFAULT_SWITCH.probe_steps * step_s + cost.catch_up_s * num_unread)
+        return max(0.0, self._probe_steps * step_s + cost.catch_up_s * num_unread)
 
     def _best(
         self, decodes: Sequence[Request], keys: list[int], max_k: int, num_prefill_rows: int
@@ -231,7 +232,7 @@ class Goodput:
         best = allocate(
             cumulative_acceptance,
             base_s=plain_s,
-            fixed_s=cost.request_s + cost.catch_up_s * catch_up_tokens,
+            fixed_s=cost.ask_s + cost.catch_up_s * catch_up_tokens,
             pass_s=cost.pass_s(batch),
             added_s=cost.added_rows_s(rows, cumulative_acceptance.size),
             depths=depths,
@@ -251,7 +252,7 @@ class Goodput:
     def _could_pay(self, batch: int, plain_s: float, num_prefill_rows: int) -> bool:
         """Whether one more drafted token per request would pay if the draft were good."""
         rows = batch + num_prefill_rows
-        seconds = plain_s + self.cost.request_s + self.cost.pass_s(batch)
+        seconds = plain_s + self.cost.ask_s + self.cost.pass_s(batch)
         seconds += batch * self.cost.row_s(rows, batch)
         return (1 + GOOD_DRAFT) / seconds > 1 / plain_s
 

@@ -65,7 +65,7 @@ class TpotEstimate:
             best = allocate(
                 cumulative_acceptance,
                 base_s=plain_s,
-                fixed_s=cost.request_s,
+                fixed_s=cost.ask_s,
                 pass_s=cost.pass_s(batch),
                 added_s=cost.added_rows_s(num_requests, cumulative_acceptance.size),
                 depths=range(1, len(rates) + 1),

@@ -288,7 +288,7 @@ class _Estimate:
                 np.tile(rate ** np.arange(1.0, width + 1), (streams, 1)),
                 base_s=plain_s,
                 # The draft reads what a step emits: one token, and the accepted ones before it.
-                fixed_s=cost.request_s + cost.catch_up_s * streams * (1 + rate),
+                fixed_s=cost.ask_s + cost.catch_up_s * streams * (1 + rate),
                 pass_s=cost.pass_s(streams),
                 added_s=cost.added_rows_s(streams, streams * width),
                 depths=range(1, width + 1),

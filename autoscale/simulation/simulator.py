@@ -282,7 +282,7 @@ class Oracle:
         best = allocate(
             cumulative_acceptance,
             base_s=self._cost.step_s(rows, context),
-            fixed_s=self._cost.request_s,
+            fixed_s=self._cost.ask_s,
             pass_s=self._cost.pass_s(rows),
             added_s=self._cost.added_rows_s(rows, cumulative_acceptance.size),
             depths=range(1, self._max_k + 1),
