@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.store import sha256_of
 from engine.errors import ConfigError
 
 KEPT = 3
 """Versions that are kept; the oldest ones are removed."""
 FACTS = "version.json"
-_CHUNK = 1 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -35,7 +35,7 @@ def versions_folder(cache: Path, target_folder: Path, draft_folder: Path) -> Pat
     for file in sorted([*target_folder.glob("*.safetensors"), *target_folder.glob("*.gguf")]):
         digest.update(f"{file.name} {file.stat().st_size}".encode())
     for name in ("config.json", "model.safetensors"):
-        digest.update(_digest(draft_folder / name).encode())
+        digest.update(sha256_of(draft_folder / name).encode())
     return cache / "adaptation" / digest.hexdigest()[:16]
 
 
@@ -76,7 +76,7 @@ class Versions:
         partial.mkdir(mode=0o700)
         try:
             write(partial)
-            digests = {file.name: _digest(file) for file in sorted(partial.iterdir())}
+            digests = {file.name: sha256_of(file) for file in sorted(partial.iterdir())}
             (partial / FACTS).write_text(json.dumps({**facts, "sha256": digests}, indent=1) + "\n")
             folder = partial.rename(self.root / name)
         except BaseException:
@@ -98,17 +98,9 @@ def damage(folder: Path) -> str | None:
     try:
         digests = json.loads((folder / FACTS).read_text(encoding="utf-8"))["sha256"]
         for name in ("config.json", "model.safetensors"):
-            if _digest(folder / name) != digests[name]:
+            if sha256_of(folder / name) != digests[name]:
                 return f"{name} is damaged"
         ModelConfig.load(folder)
     except (OSError, ValueError, LookupError, TypeError, ConfigError) as error:
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def _digest(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as opened:
-        while chunk := opened.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()

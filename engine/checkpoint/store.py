@@ -244,7 +244,7 @@ def _write_marker(folder: Path) -> None:
     """Write the weights' checksum, with their size and time of change, which are cheaper to compare."""
     weights = folder / SINGLE_FILE
     stat = weights.stat()
-    marker = {"sha256": _sha256(weights), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    marker = {"sha256": sha256_of(weights), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
     (folder / _MARKER).write_text(json.dumps(marker) + "\n", encoding="utf-8")
 
 
@@ -256,12 +256,13 @@ def _intact(folder: Path) -> bool:
         stat = weights.stat()
         if stat.st_size != marker["size"]:
             return False
-        return bool(stat.st_mtime_ns == marker["mtime_ns"] or _sha256(weights) == marker["sha256"])
+        return bool(stat.st_mtime_ns == marker["mtime_ns"] or sha256_of(weights) == marker["sha256"])
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return False
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Hex digest of a file's content, read in parts."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
